@@ -112,7 +112,7 @@ soak: setup  ## OPERATIONS (10000), EXAMPLES_FACTOR (30) as many cases, KILLS (2
 		-k killed $(UNLIMITED)
 	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults $(UNLIMITED)
 	ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/zftune/daemon/runs/test_accounts.py $(UNLIMITED)
-	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_api.py \
+	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_wire.py \
 		tests/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" $(UNLIMITED)
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan

@@ -13,8 +13,24 @@ from tests.tiers import everything
 
 __all__ = ["machine", "nvml_library"]
 
-# Nine steps of 0.2 s and more.
-CODE = "import time, training\ntraining.train(at={step: lambda: time.sleep(0.2) for step in range(9)})"
+# Nine steps, each of which goes on until the driver was asked once more.
+CODE = """
+import pathlib, time, training
+
+def asked():
+    return calls.read_text().count("nvmlDeviceGetUtilizationRates") if calls.exists() else 0
+
+def sampled():
+    before = asked()
+    while asked() <= before:
+        time.sleep(0.01)
+
+training.train(at={step: sampled for step in range(9)})
+"""
+
+
+def code(machine: Machine, text: str = CODE) -> str:
+    return text.replace("calls.", f"pathlib.Path({str(machine.log)!r}).")
 
 
 def driver(library: Path, machine: Machine, **more: str) -> Mapping[str, str]:
@@ -24,7 +40,7 @@ def driver(library: Path, machine: Machine, **more: str) -> Mapping[str, str]:
 def test_counters_are_in_the_report(python: Run, machine: Machine, nvml_library: Path) -> None:
     row = {"t": 0.0, "util": 37.0, "rx_gbps": 3.0, "tx_gbps": 6.0, "power_w": 410.0}
     machine.write(HOPPER, timeline=[row, {**row, "t": 600.0}])
-    ended = python(CODE, options=("--warmup", 2), env=driver(nvml_library, machine)).is_clean()
+    ended = python(code(machine), options=("--warmup", 2), env=driver(nvml_library, machine)).is_clean()
     assert ended.document is not None
     nvml = ended.document["nvml"]
     assert nvml["devices"] == 1
@@ -39,9 +55,9 @@ def test_a_gpu_lost_in_mid_run_is_told(python: Run, machine: Machine, nvml_libra
     lines = (*HOPPER, f"gpu NVIDIA_H200 {SECOND_GPU}", "capability 9 0")
     clock = Clock(tmp_path / "clock.txt")
     machine.write(lines, errors=[("*", LOST, 1.0, 0)], clock=clock.file, from_start=True)
-    lose = f"import pathlib\nlose = lambda: pathlib.Path({str(clock.file)!r}).write_text('2.0')\n"
-    code = lose + CODE.replace("range(9)}", "range(9)} | {4: lambda: (lose(), time.sleep(0.2))}")
-    ended = python(code, options=("--warmup", 2), env=driver(nvml_library, machine)).is_clean()
+    lose = f"pathlib.Path({str(clock.file)!r}).write_text('2.0')"
+    text = CODE.replace("range(9)}", f"range(9)}} | {{4: lambda: ({lose}, sampled())}}")
+    ended = python(code(machine, text), options=("--warmup", 2), env=driver(nvml_library, machine)).is_clean()
     assert ended.document is not None
     assert ended.document["nvml"]["devices"] == 2
     assert ended.document["nvml"]["utilisation_percent"] is not None
@@ -53,7 +69,7 @@ def test_a_gpu_lost_in_mid_run_is_told(python: Run, machine: Machine, nvml_libra
 def test_a_hidden_gpu_is_not_watched(python: Run, machine: Machine, nvml_library: Path) -> None:
     machine.write(HOPPER)
     env = driver(nvml_library, machine, CUDA_VISIBLE_DEVICES="")
-    ended = python(CODE, options=("--warmup", 2), env=env).is_clean()
+    ended = python("import training\ntraining.train()", options=("--warmup", 2), env=env).is_clean()
     assert ended.document is not None
     assert ended.document["nvml"] is None
     assert ended.document["missing"]["nvml"] == "CUDA_VISIBLE_DEVICES hides every GPU"

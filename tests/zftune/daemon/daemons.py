@@ -182,5 +182,19 @@ def get(route: str) -> bytes:
     return f"GET {route} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
 
 
+def page_of(daemon: Daemon) -> tuple[int, str]:
+    """The page's port, and a cookie for it."""
+    with DaemonClient(daemon.path) as client:
+        url = client.post("/v1/page")["url"]
+    found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/open\?token=.+)", url)
+    assert found is not None
+    request = f"GET {found[2]} HTTP/1.1\r\nhost: 127.0.0.1:{found[1]}\r\nconnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(found[1])), SOON_S) as connection:
+        connection.sendall(request.encode())
+        cookie = re.search(rb"\r\nset-cookie: ([^;]+);", answer_on(connection))
+    assert cookie is not None
+    return int(found[1]), cookie[1].decode()
+
+
 def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])

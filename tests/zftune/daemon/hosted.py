@@ -9,7 +9,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -21,12 +20,8 @@ from pydantic import BaseModel, Field
 from zftune.daemon.process import Options, serve
 from zftune.daemon.server import limits as protocols
 from zftune.daemon.server.answers import Service
-from zftune.daemon.server.limits import Limits
 from zftune.errors import BadInputError
 from zftune.store.location import meant_by
-
-ANSWER_S = 2.0
-BODY_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +34,15 @@ class Knobs(BaseModel):
 
 
 class Hosted(Service):
-    """Routes that are slow, fail, stream, take input; and runs that come and go."""
+    """Routes that are slow, fail, stream, take input; and runs that come and go.
 
-    def __init__(self) -> None:
-        self._runs = 0
+    Args:
+        pause_s: in the midst of what streams.
+    """
+
+    def __init__(self, pause_s: float = 3.0) -> None:
+        self._runs, self._pause_s = 0, pause_s
         self._release = asyncio.Event()
-        self.events: list[str] = []
 
     def live_runs(self) -> int:
         return self._runs
@@ -101,7 +99,7 @@ class Hosted(Service):
         async def streams() -> StreamingResponse:
             async def parts() -> object:
                 yield b"one "
-                await asyncio.sleep(1.5 * ANSWER_S)
+                await asyncio.sleep(self._pause_s)
                 yield b"two"
 
             return StreamingResponse(parts())  # type: ignore[arg-type]
@@ -112,22 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--private", action="store_true")
     parser.add_argument("--idle-exit-s", type=float)
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--textfile", type=Path)
     parser.add_argument("--head-s", type=float, default=protocols.HEAD_S)
-    parser.add_argument("--body-s", type=float, default=BODY_S)
-    parser.add_argument("--answer-s", type=float, default=ANSWER_S)
     parser.add_argument("--slow", action="store_true")
     given = parser.parse_args()
     protocols.HEAD_S = given.head_s
-    options = Options(
-        private=given.private,
-        idle_exit_s=given.idle_exit_s,
-        port=given.port,
-        metrics_textfile=given.textfile,
-        limits=Limits(body_s=given.body_s, answer_s=given.answer_s),
-    )
-    serve(options, lambda: hosting(given.slow))
+    serve(Options(private=given.private, idle_exit_s=given.idle_exit_s), lambda: hosting(given.slow))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from tests.zftune.daemon.daemons import OTHER_UID
 from zftune.daemon.client.location import loopback_uid
-from zftune.daemon.server.guard import Secrets, kept_token, same
+from zftune.daemon.server.guard import Secrets, kept_token
 from zftune.errors import BadInputError
 
 
@@ -41,18 +41,6 @@ def test_a_secret_is_spent_once() -> None:
     assert kept.is_good(second)
     assert not kept.is_good("")
     assert not kept.is_good("\udcff")
-
-
-def test_the_oldest_go_where_there_are_too_many() -> None:
-    kept = Secrets(60)
-    issued = [kept.issue() for _ in range(40)]
-    assert [kept.is_good(secret) for secret in issued] == [False] * 8 + [True] * 32
-
-
-def test_same() -> None:
-    assert same("a", "a")
-    assert not same("a", "b")
-    assert not same("", "b")
 
 
 def test_the_token_is_made_once_and_is_ours_alone(folder: Path) -> None:

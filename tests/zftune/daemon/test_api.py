@@ -1,305 +1,129 @@
-"""The HTTP interface on the socket: sentences for whatever is wrong, limits, and what no client may do to it."""
+"""The HTTP interface, in process: sentences for whatever is wrong, and limits of a request."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import random
-import re
-import socket
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Iterator
 
+import httpx2
 import pytest
 
-from tests.tiers import by_day
-from tests.zftune.daemon.daemons import SOON_S, Daemon, answer_on, exchange, get, serving, status_of
-from tests.zftune.daemon.hosted import ANSWER_S, BODY_S
+from tests.zftune.daemon.hosted import Hosted
+from tests.zftune.daemon.in_process import Application, Body, Client, hosting
 from zftune.daemon import PROTOCOL
-from zftune.daemon.client.http import DaemonClient
-from zftune.daemon.server import limits
 from zftune.daemon.server.answers import error_body
-from zftune.errors import DaemonError
+from zftune.daemon.server.limits import Limits
 
-FUZZ_S = float(os.environ.get("ZFTUNE_FUZZ_S", by_day("2", all_of="10")))
-"""Of random bytes, and of random requests; here and for the runs' routes together."""
-EXAMPLES = 20
-FUZZ_SEED = int(os.environ.get("ZFTUNE_FUZZ_SEED", "8"))
 ECHO = "/v1/test/echo/7"
 GOOD = b'{"topk_ratio": 0.5, "name": "x"}'
+SHORT_S = 0.05
 
 
-def posted(body: bytes, route: str = ECHO, kind: str = "application/json", length: int | None = None) -> bytes:
-    head = f"POST {route} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\n"
-    return f"{head}content-length: {len(body) if length is None else length}\r\n\r\n".encode() + body
+@pytest.fixture(scope="module")
+def application() -> Iterator[Application]:
+    with hosting(Hosted()) as made:
+        yield made
 
 
-def refusal(answer: bytes) -> tuple[int, str]:
-    """Status and sentence; everything that refuses is JSON with nothing but a sentence, and says the protocol."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert b"\r\ncontent-type: application/json" in head
-    assert f"\r\nzftune-protocol: {PROTOCOL}".encode() in head
-    found = json.loads(body)
+def refusal(answer: httpx2.Response) -> tuple[int, str]:
+    """Status and sentence; everything that refuses is JSON with one sentence, and names the protocol."""
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["zftune-protocol"] == str(PROTOCOL)
+    found = answer.json()
     assert list(found) == ["error"]
     assert "\n" not in found["error"]
-    return status_of(answer), found["error"]
+    return answer.status_code, found["error"]
+
+
+def post(application: Application, body: Body, route: str = ECHO, kind: str = "application/json") -> tuple[int, str]:
+    return refusal(application.ask("POST", route, body, {"content-type": kind}))
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "status", "sentence"),
+    ("route", "sentence"),
     [
-        (get("/v1/nope"), 404, "there is no '/v1/nope'"),
-        (get("/v1/health/"), 404, "there is no '/v1/health/'"),
-        (get("/v1/nope").replace(b"host: x", b"host: ["), 404, "there is no '/v1/nope'"),
-        (get("/docs"), 404, "there is no '/docs'"),
-        (get("/v1/" + "x" * 300), 404, "there is no '/v1/" + "x" * 73 + "...'"),
-        (posted(b"", "/v1/health"), 405, "method POST on '/v1/health' is not allowed; it must be GET"),
-        (posted(GOOD, "/v1/test/echo/x"), 422, "number is 'x': Input should be a valid integer"),
-        (posted(GOOD, "/v1/test/echo/-1"), 422, "number is '-1': Input should be greater than or equal to 0"),
-        (posted(GOOD, f"/v1/test/echo/{'9' * 5000}"), 422, "number is '999"),
-        (posted(b""), 422, "body: Field required"),
-        (posted(b"{"), 422, "the body is not JSON (Expecting property name"),
-        (posted(b"[1]"), 422, "body is '[1]': Input should be a valid dictionary"),
-        (posted(b"{}"), 422, "topk_ratio: Field required (and 1 more)"),
-        (posted(b'{"topk_ratio": NaN, "name": "x"}'), 422, "topk_ratio is 'nan': "),
-        (posted(b'{"topk_ratio": 1e999, "name": "x"}'), 422, "topk_ratio is 'inf': "),
-        (posted(b'{"topk_ratio": 1, "name": "\\ud800"}'), 422, "name is '\\ud800'"),
-        (posted(b'{"topk_ratio": "\\ud800\\n", "name": "x"}'), 422, "topk_ratio is '\\ud800\\n'"),
-        (posted(b"\xff\xfe"), 422, "the body is not JSON ("),
-        (posted(b"\xff"), 400, "There was an error parsing the body"),
-        (posted(b"[" * 100_000), 400, "There was an error parsing the body"),
-        (posted(b"9" * 10_000), 400, "There was an error parsing the body"),
-        (posted(GOOD, kind="text/plain"), 422, "body is "),
-        (get("/v1/test/refuses"), 422, "name 'x': allowed is y"),
-        (posted(b"", length=(1 << 20) + 1), 413, "the body is longer than 1048576 bytes"),
-        (b"garbage\r\n\r\n", 400, "this is not a request of HTTP/1.1"),
-        (b"GET / HTTP/1.1\r\n\r\n", 400, "this is not a request of HTTP/1.1"),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", 400, "this is not a request of HTTP/1.1"),
-        (b"GET /" + b"x" * 100_000, 400, "this is not a request of HTTP/1.1"),
-        (posted(b"", length=0).replace(b": 0", b": -1"), 400, "this is not a request of HTTP/1.1"),
+        ("/v1/nope", "there is no '/v1/nope'"),
+        ("/v1/health/", "there is no '/v1/health/'"),
+        ("/docs", "there is no '/docs'"),
+        ("/v1/" + "x" * 300, "there is no '/v1/" + "x" * 73 + "...'"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(served: Daemon, request_bytes: bytes, status: int, sentence: str) -> None:
-    found_status, found = refusal(exchange(served.path, request_bytes))
+def test_a_route_that_is_not_there(application: Application, route: str, sentence: str) -> None:
+    assert refusal(application.ask("GET", route)) == (404, sentence)
+
+
+@pytest.mark.parametrize(
+    ("body", "route", "status", "sentence"),
+    [
+        (b"", "/v1/health", 405, "method POST on '/v1/health' is not allowed; it must be GET"),
+        (GOOD, "/v1/test/echo/x", 422, "number is 'x': Input should be a valid integer"),
+        (GOOD, "/v1/test/echo/-1", 422, "number is '-1': Input should be greater than or equal to 0"),
+        (GOOD, f"/v1/test/echo/{'9' * 5000}", 422, "number is '999"),
+        (b"", ECHO, 422, "body: Field required"),
+        (b"{", ECHO, 422, "the body is not JSON (Expecting property name"),
+        (b"[1]", ECHO, 422, "body is '[1]': Input should be a valid dictionary"),
+        (b"{}", ECHO, 422, "topk_ratio: Field required (and 1 more)"),
+        (b'{"topk_ratio": NaN, "name": "x"}', ECHO, 422, "topk_ratio is 'nan': "),
+        (b'{"topk_ratio": 1e999, "name": "x"}', ECHO, 422, "topk_ratio is 'inf': "),
+        (b'{"topk_ratio": 1, "name": "\\ud800"}', ECHO, 422, "name is '\\ud800'"),
+        (b"\xff\xfe", ECHO, 422, "the body is not JSON ("),
+        (b"\xff", ECHO, 400, "There was an error parsing the body"),
+        (b"[" * 100_000, ECHO, 400, "There was an error parsing the body"),
+        (b"9" * 10_000, ECHO, 400, "There was an error parsing the body"),
+        (b" " * ((1 << 20) + 1), ECHO, 413, "the body is longer than 1048576 bytes"),
+    ],
+)
+def test_a_wrong_request_is_refused_in_one_sentence(
+    application: Application, body: bytes, route: str, status: int, sentence: str
+) -> None:
+    found_status, found = post(application, body, route)
     assert (found_status, found[: len(sentence)]) == (status, sentence)
 
 
-def test_a_sentence_may_hold_anything() -> None:
+def test_what_is_not_json_is_refused(application: Application) -> None:
+    assert post(application, GOOD, kind="text/plain")[0] == 422
+
+
+def test_an_error_of_a_route(application: Application) -> None:
+    assert refusal(application.ask("GET", "/v1/test/refuses")) == (422, "name 'x': allowed is y")
+    assert application.ask("GET", "/v1/test/fails").json() == {"error": "the daemon failed (RuntimeError); see its log"}
     assert json.loads(error_body("half \ud800\n").decode()) == {"error": "half \ud800\n"}
 
 
-def test_what_fails_inside_is_logged_and_not_told(served: Daemon) -> None:
-    status, sentence = refusal(exchange(served.path, get("/v1/test/fails")))
-    assert (status, sentence) == (500, "the daemon failed (RuntimeError); see its log")
-    assert "secret reason" in served.log.read_text()
-    assert status_of(exchange(served.path, get("/v1/health"))) == 200
+def test_a_body_of_unknown_length_is_limited_too(application: Application) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(3):
+            yield b" " * (1 << 19)
+
+    assert post(application, parts()) == (413, "the body is longer than 1048576 bytes")
 
 
-def chunked(size: int) -> bytes:
-    head = f"POST {ECHO} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-    return head.encode() + f"{size:x}\r\n".encode() + b" " * size
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    with hosting(Hosted(), limits=Limits(body_s=SHORT_S)) as application:
+        assert post(application, half()) == (408, f"the body has not come within {SHORT_S:g} s")
 
 
-def test_a_body_that_does_not_tell_its_length_is_limited_too(served: Daemon) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(SOON_S)
-        connection.connect(str(served.path))
-        connection.sendall(chunked((1 << 20) + 1))
-        assert refusal(answer_on(connection))[0] == 413
-        connection.sendall(b"\r\nno length\r\n")  # what comes after the answer is not answered
-        assert connection.recv(4096) == b""
+def test_an_answer_has_to_begin_and_may_take_its_time_then() -> None:
+    with hosting(Hosted(pause_s=2 * SHORT_S), limits=Limits(answer_s=SHORT_S)) as application:
+        answer = application.ask("GET", "/v1/test/held")
+        assert refusal(answer) == (503, f"no answer within {SHORT_S:g} s, try again later")
+        assert application.ask("GET", "/v1/test/streams").content == b"one two"
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(served: Daemon) -> None:
-    begun_s = time.monotonic()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(SOON_S)
-        connection.connect(str(served.path))
-        connection.sendall(posted(b"{", length=2).replace(b"connection: close\r\n", b""))
-        assert refusal(answer_on(connection)) == (408, f"the body has not come within {BODY_S:g} s")
-    assert time.monotonic() - begun_s >= BODY_S
-
-
-def test_an_answer_that_does_not_begin_is_not_waited_for(served: Daemon) -> None:
-    begun_s = time.monotonic()
-    status, sentence = refusal(exchange(served.path, get("/v1/test/held")))
-    assert (status, sentence) == (503, f"no answer within {ANSWER_S:g} s, try again later")
-    assert time.monotonic() - begun_s >= ANSWER_S  # `exchange` waits for ten times as long at most
-
-
-def test_an_answer_that_has_begun_may_take_its_time(served: Daemon) -> None:
-    answer = exchange(served.path, get("/v1/test/streams"))
-    assert status_of(answer) == 200
-    assert b"one " in answer
-    assert b"two" in answer
-
-
-def is_refused(daemon: Daemon) -> bool:
-    with DaemonClient(daemon.path) as client:
-        try:
-            client.get("/v1/health")
-        except DaemonError:
-            return True
-        return False
-
-
-def test_connections_are_counted(served: Daemon) -> None:
-    most = limits.SocketProtocol.max_connections
-    held = []
-    try:
-        for _ in range(most):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(SOON_S)
-            held.append(connection)
-            connection.connect(str(served.path))
-            connection.sendall(get("/v1/health").replace(b"close", b"keep-alive"))
-            assert answer_on(connection).startswith(b"HTTP/1.1 200")
-        with socket.socket(socket.AF_UNIX) as surplus:
-            surplus.settimeout(SOON_S)
-            surplus.connect(str(served.path))
-            assert refusal(answer_on(surplus)) == (429, f"there are more than {most} connections")
-        held.pop().close()
-        until_s = time.monotonic() + SOON_S
-        while is_refused(served):  # until the daemon has seen it go
-            assert time.monotonic() < until_s
-    finally:
-        for connection in held:
-            connection.close()
-
-
-def test_a_head_that_does_not_come_is_not_waited_for(folder: Path) -> None:
-    with serving(folder, "--head-s", "0.5") as daemon:
-        kept = socket.socket(socket.AF_UNIX)
-        kept.settimeout(SOON_S)
-        kept.connect(str(daemon.path))
-        alive = get("/v1/health").replace(b"close", b"keep-alive")
-        for text in (b"", b"GET / HTTP/1.1\r\nx: "):
-            begun_s = time.monotonic()
-            kept.sendall(alive)
-            assert answer_on(kept).startswith(b"HTTP/1.1 200")
-            assert refusal(exchange(daemon.path, text)) == (408, "no request has come within 0.5 s")
-            assert time.monotonic() - begun_s >= 0.5
-        kept.sendall(alive[:9])  # a connection that waited without harm has no longer for its next head
-        assert refusal(answer_on(kept)) == (408, "no request has come within 0.5 s")
-        kept.close()
-
-
-def test_the_interface_describes_itself(served: Daemon) -> None:
-    with DaemonClient(served.path) as client:
-        document = client.get("/v1/openapi.json")
+def test_the_interface_describes_itself(application: Application) -> None:
+    document = Client(application).get("/v1/openapi.json")
     assert document["openapi"].startswith("3.1")
     assert {"/v1/health", "/v1/page", "/v1/stop", "/v1/test/echo/{number}"} <= set(document["paths"])
     assert all(path.startswith("/v1/") for path in document["paths"])
-    error = document["components"]["schemas"]["ErrorAnswer"]
-    assert list(error["properties"]) == ["error"]
+    assert list(document["components"]["schemas"]["ErrorAnswer"]["properties"]) == ["error"]
     assert "HTTPValidationError" not in json.dumps(document)
 
 
-def mutated(chance: random.Random, more: Sequence[bytes] = ()) -> bytes:
-    """Bytes that are nearly a request, one of `more` among others."""
-    seeds = [
-        *more,
-        get("/v1/health"),
-        get("/v1/openapi.json").replace(b"close", b"keep-alive") + get("/"),
-        posted(GOOD),
-        posted(GOOD, kind="multipart/form-data; boundary=x"),
-        chunked(10) + b"\r\n0\r\n\r\n",
-        b"GET /v1/health?" + bytes(chance.randrange(33, 127) for _ in range(20)) + b" HTTP/1.1\r\nhost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
-        bytes(chance.randrange(256) for _ in range(chance.randrange(1, 400))),
-    ]
-    text = bytearray(chance.choice(seeds))
-    for _ in range(chance.choice([0, 1, 1, 2, 5, 20])):
-        at = chance.randrange(len(text) + 1)
-        what = chance.randrange(4)
-        if what == 0:
-            text[at:at] = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 9)))
-        elif what == 1:
-            del text[at : at + chance.randrange(1, 9)]
-        elif what == 2:
-            text[at : at + 1] = bytes([chance.randrange(256)])
-        else:
-            text[at:at] = text[: chance.randrange(len(text) + 1)]
-    return bytes(text)
-
-
-def garbage(
-    connect: Callable[[], socket.socket], chance: random.Random, for_s: float, more: Sequence[bytes] = ()
-) -> dict[int, int]:
-    """Send what is nearly a request for some time; how often a status was the answer, none of which is a failure's."""
-    until_s = time.monotonic() + for_s
-    statuses: dict[int, int] = {}
-    while time.monotonic() < until_s:
-        text = mutated(chance, more)
-        with connect() as connection:
-            connection.settimeout(SOON_S)
-            try:
-                connection.sendall(text)
-                if chance.random() < 0.7:
-                    connection.shutdown(socket.SHUT_WR)
-                    answer = b"".join(iter(lambda one=connection: one.recv(1 << 16), b""))  # type: ignore[misc]
-                else:
-                    answer = b""  # it goes without waiting
-            except (BrokenPipeError, ConnectionResetError):
-                continue
-        if answer:
-            statuses[status_of(answer)] = statuses.get(status_of(answer), 0) + 1
-            assert b"HTTP/1.1 5" not in answer, text
-    return statuses
-
-
-def to(path: Path) -> socket.socket:
-    """A connection to a Unix socket."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(path))
-    return connection
-
-
-def test_garbage_on_the_socket_harms_nobody(served: Daemon) -> None:
-    statuses = garbage(lambda: to(served.path), random.Random(FUZZ_SEED), FUZZ_S / 4)
-    assert statuses.get(400, 0) > 10, statuses
-    assert served.process.poll() is None
-    with DaemonClient(served.path) as client:
-        assert client.get("/v1/health")["pid"] == served.process.pid
-
-
-def test_schemathesis_finds_nothing(served: Daemon) -> None:
-    import schemathesis  # late: 1 s
-    from schemathesis.core.result import Ok
-
-    with DaemonClient(served.path) as client:
-        schema = schemathesis.openapi.from_dict(client.get("/v1/openapi.json"))
-    statuses: dict[str, set[int]] = {}
-    for result in schema.get_all_operations():
-        assert isinstance(result, Ok)
-        operation = result.ok()
-        if operation.path != "/v1/stop":
-            ask_often(served, operation, statuses.setdefault(operation.label, set()))
-    assert 200 in statuses["GET /v1/health"]
-    assert {200, 422} <= statuses["POST /v1/test/echo/{number}"]
-    assert max(status for seen in statuses.values() for status in seen) < 500, statuses
-    assert served.process.poll() is None
-
-
-def ask_often(daemon: Daemon, operation: Any, statuses: set[int]) -> None:
-    """Ask a route with what its description allows, and what it does not; answers are what the description says."""
-    from hypothesis import HealthCheck, given, settings
-    from hypothesis import strategies as st
-    from schemathesis import GenerationMode
-
-    modes = [operation.as_strategy(generation_mode=mode) for mode in GenerationMode]
-
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(case=st.one_of(modes))
-    def ask(case: Any) -> None:
-        body = b"" if not case.media_type else json.dumps(case.body, default=str).encode()
-        target = re.sub(r"[^!-~]", lambda found: quote(found[0], errors="replace"), case.formatted_path)
-        answer = exchange(daemon.path, posted(body, target).replace(b"POST", case.method.encode(), 1))
-        statuses.add(status_of(answer))
-        if status_of(answer) >= 400:
-            refusal(answer)
-
-    ask()
+def test_it_can_be_asked_to_stop(application: Application) -> None:
+    assert Client(application).post("/v1/stop") == {"stopping": True}
+    assert application.stopped.pop() == "asked to"

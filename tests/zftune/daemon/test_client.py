@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.zftune.daemon.daemons import OTHER_UID, Daemon, as_other_user, needs_root
-from tests.zftune.daemon.test_socket import LISTEN
+from tests.zftune.daemon.daemons import Daemon
 from zftune import __version__
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client import http as client_module
@@ -22,7 +19,6 @@ from zftune.daemon.client.http import DaemonClient
 from zftune.errors import DaemonError
 
 HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
-TIMEOUT_S = 0.5
 
 
 @contextmanager
@@ -75,15 +71,6 @@ def test_health(served: Daemon) -> None:
         assert client.post("/v1/test/echo/7", document) == document
 
 
-def test_the_environment_names_the_socket(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZFTUNE_SOCKET", str(served.path))
-    with DaemonClient() as client:
-        assert client.get("/v1/health")["pid"] == served.process.pid
-    monkeypatch.setenv("ZFTUNE_SOCKET", "x" * 200)
-    with DaemonClient() as client, pytest.raises(DaemonError, match="more than the 107"):
-        client.get("/v1/health")
-
-
 def test_a_connection_is_kept_and_made_again(served: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     connect = client_module._UnixConnection.connect
@@ -104,22 +91,6 @@ def test_a_connection_is_kept_and_made_again(served: Daemon, monkeypatch: pytest
             client.get("/v1/nonesuch")
         client.get("/v1/health")
         assert len(made) == 2
-
-
-def test_a_long_document_has_the_time_that_it_needs(served: Daemon) -> None:
-    with DaemonClient(served.path) as client:
-        client.get("/v1/health")  # from then on the connection is kept
-        with pytest.raises(DaemonError, match="name is 'xxx") as refused:
-            client.post("/v1/test/echo/7", {"topk_ratio": 0, "name": "x" * 1_000_000})
-        assert refused.value.status == 422
-
-
-def test_a_refusal_has_the_daemons_sentence_and_status(served: Daemon) -> None:
-    with DaemonClient(served.path) as client:
-        with pytest.raises(DaemonError) as refused:
-            client.post("/v1/test/echo/7", {"topk_ratio": 2, "name": "x"})
-        assert refused.value.status == 422
-        assert str(refused.value) == "topk_ratio is '2': Input should be less than or equal to 1"
 
 
 @pytest.mark.parametrize("left", ["nothing", "stale socket"])
@@ -164,10 +135,31 @@ def test_odd_answers_are_one_error(folder: Path, case: str) -> None:
                 client.get("/v1/health")
 
 
-def drip(connection: socket.socket) -> None:
-    for byte in HEAD + b"content-length: 9999\r\n\r\n" + b" " * 9999:
-        connection.sendall(bytes([byte]))
-        time.sleep(0.02)  # slower than the deadline as a whole, faster than it for each byte
+class Clock:
+    """What the client's module takes for `time`."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_an_answer_that_comes_byte_by_byte_has_no_more_than_the_timeout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(client_module, "time", clock)
+
+    def drip(connection: socket.socket) -> None:
+        connection.sendall(HEAD + b"content-length: 9999\r\n\r\n")
+        while True:
+            clock.now_s += 0.1
+            connection.sendall(b" ")
+
+    with standing_in(folder / "s", drip), DaemonClient(folder / "s", timeout_s=20.0) as client:
+        with pytest.raises(DaemonError, match="has not answered in time"):
+            client.get("/v1/health")
+        assert clock.now_s >= 120.0
 
 
 def silence(connection: socket.socket) -> None:
@@ -176,37 +168,11 @@ def silence(connection: socket.socket) -> None:
     until_it_goes.poll()
 
 
-@pytest.mark.parametrize("answer", [drip, silence])
-def test_a_slow_answer_costs_no_more_than_the_timeout(folder: Path, answer: Callable[[socket.socket], None]) -> None:
-    least_s = 100.0
-    for _ in range(5):  # other processes may have the core in most of them
-        with standing_in(folder / "s", answer), DaemonClient(folder / "s", timeout_s=TIMEOUT_S) as client:
-            begun_s = time.monotonic()
-            with pytest.raises(DaemonError, match="has not answered in time"):
-                client.get("/v1/health")
-            took_s = time.monotonic() - begun_s
-        (folder / "s").unlink()
-        assert took_s >= TIMEOUT_S
-        least_s = min(least_s, took_s)
-        if least_s < 5 * TIMEOUT_S:
-            break
-    assert least_s < 5 * TIMEOUT_S
-
-
-def test_a_full_queue_is_an_error_at_once(folder: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(folder / "s"))
-        listener.listen(0)
-        with socket.socket(socket.AF_UNIX) as first:
-            first.connect(str(folder / "s"))
-            with DaemonClient(folder / "s") as client, pytest.raises(DaemonError, match="cannot be reached"):
-                client.get("/v1/health")
-
-
-def test_a_daemon_that_does_not_read_costs_no_more_than_the_timeout(folder: Path) -> None:
-    client = DaemonClient(folder / "s", timeout_s=TIMEOUT_S)
-    with standing_in(folder / "s", silence), client, pytest.raises(DaemonError, match="in time"):
-        client.post("/v1/x", "y" * (4 << 20))
+@pytest.mark.parametrize("body", [b"", b"y" * (4 << 20)], ids=["no answer", "nobody reads"])
+def test_silence_has_no_more_than_the_timeout(folder: Path, body: bytes) -> None:
+    client = DaemonClient(folder / "s", timeout_s=0.05)
+    with standing_in(folder / "s", silence), client, pytest.raises(DaemonError, match="has not answered in time"):
+        client.post("/v1/x", body)
 
 
 def test_an_endless_answer_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,35 +195,3 @@ def test_a_connection_that_broke_is_made_again(folder: Path) -> None:
         assert client._connection is not None
         assert client._connection.sock.recv(1) == b""  # the other side has closed
         assert client.get("/v1/a") == {"n": 2}
-
-
-def test_what_nobody_asked_for_is_not_taken_for_an_answer(folder: Path) -> None:
-    whole = HEAD + b'content-length: 8\r\n\r\n{"n": 1}'
-    answers = iter([whole + whole.replace(b"1}", b"3}"), whole.replace(b"1}", b"2}")])
-
-    def twice(connection: socket.socket) -> None:
-        connection.sendall(next(answers))
-        if connection.recv(1 << 16):
-            connection.sendall(next(answers))
-
-    with standing_in(folder / "s", twice), DaemonClient(folder / "s") as client:
-        assert client.get("/v1/a") == {"n": 1}
-        assert client.get("/v1/a") == {"n": 2}
-
-
-@needs_root
-def test_a_server_of_another_user_is_not_asked(folder: Path) -> None:
-    folder.chmod(0o777)
-    with as_other_user(LISTEN, str(folder / "s")) as planter:
-        assert planter.stdout is not None
-        assert planter.stdout.readline() == "ready\n"
-        with DaemonClient(folder / "s") as client, pytest.raises(DaemonError) as error:
-            client.post("/v1/x", {"secret": 1})
-        planter.communicate()
-    assert str(error.value) == f"the socket '{folder}/s' is served by user {OTHER_UID}, not by you"
-    assert os.getuid() != OTHER_UID
-
-
-def test_numbers_that_json_does_not_have_are_not_sent(served: Daemon) -> None:
-    with DaemonClient(served.path) as client, pytest.raises(ValueError, match="JSON"):
-        client.post("/v1/test/echo/1", {"topk_ratio": float("nan"), "name": ""})

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
 from tests.zftune.daemon.daemons import COMMAND, serving, zftune
+from tests.zftune.daemon.hosted import Hosted
+from tests.zftune.daemon.in_process import Tell, answers, hosting, teller
 from zftune import __version__
 from zftune.daemon import PROTOCOL
+from zftune.daemon.server.guard import PageServer
+from zftune.errors import BadInputError
 
 
-def test_status_and_stop(folder: Path) -> None:
+@pytest.fixture
+def tell(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tell:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(folder / "z.sock"))
+    return teller(capsys)
+
+
+def test_a_daemon_is_started_looked_at_and_stopped(folder: Path) -> None:
     with serving(folder, module=COMMAND, forked=False) as daemon:
         assert Path(f"/proc/{daemon.process.pid}/cwd").readlink() == Path("/")  # a folder may be removed
         told = zftune(folder, "daemon", "status")
@@ -23,28 +35,27 @@ def test_status_and_stop(folder: Path) -> None:
             r"its store is memory\n\$ZFTUNE_DB asks for a database in memory: .* until it ends\.\n",
             told.stdout,
         )
-        document = json.loads(zftune(folder, "daemon", "status", "--json", "-").stdout)
-        assert document.pop("uptime_s") > 0
-        assert document == {
-            "schema": "zftune.daemon/1",
-            "socket": str(daemon.path),
-            "zftune": __version__,
-            "protocol": PROTOCOL,
-            "pid": daemon.process.pid,
-            "runs": 0,
-            "private": False,
-            "store": "memory",
-            "notices": [
-                "$ZFTUNE_DB asks for a database in memory: what zftune learns is kept in memory until it ends."
-            ],
-        }
         stopped = zftune(folder, "daemon", "stop")
         assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "The daemon has ended.\n", "")
         assert daemon.ends() == 0
+
+
+def test_status_and_open(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosting(Hosted()) as application:
+        answers(application, monkeypatch)
+        code, out, err = tell("daemon", "status", "--json", "-")
+        assert (code, err) == (0, "")
+        document = json.loads(out)
+        assert (document["schema"], document["protocol"], document["runs"]) == ("zftune.daemon/1", PROTOCOL, 0)
+        code, out, err = tell("daemon", "open")
+        assert (code, err) == (0, "")
+        assert re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/open\?token=.+)\n", out)
+
+
+def test_no_daemon(tell: Tell, folder: Path) -> None:
+    absent = f"zftune: no daemon serves '{folder / 'z.sock'}', start one with: zftune daemon start\n"
     for command in ("status", "stop", "open"):
-        ended = zftune(folder, "daemon", command)
-        assert (ended.returncode, ended.stdout) == (1, "")
-        assert ended.stderr == f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start\n"
+        assert tell("daemon", command) == (1, "", absent)
 
 
 @pytest.mark.parametrize(
@@ -68,29 +79,25 @@ def test_status_and_stop(folder: Path) -> None:
         ("stop a1", ["'zftune daemon stop a1' is now: zftune runs stop a1\n"]),
     ],
 )
-def test_a_wrong_command_line_is_one_sentence(folder: Path, arguments: str, words: list[str]) -> None:
-    ended = zftune(folder, "daemon", *arguments.split())
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
+def test_a_wrong_command_line_is_one_sentence(tell: Tell, folder: Path, arguments: str, words: list[str]) -> None:
+    code, out, err = tell("daemon", *arguments.split())
+    assert (code, out, err.count("\n")) == (2, "", 1), err
     for word in words:
-        assert word in ended.stderr
+        assert word in err
     assert list(folder.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_used_is_one_sentence(folder: Path) -> None:
+def test_a_place_that_cannot_be_used_is_one_sentence(tell: Tell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (folder / "nonesuch" / "s", folder / ("x" * 120)):
-        for command in (["daemon", "start"], ["daemon", "status"]):
-            ended = zftune(folder, *command, ZFTUNE_SOCKET=str(place))
-            assert ended.returncode in (1, 2)
-            assert ended.stderr.count("\n") == 1
-            assert str(place) in ended.stderr
-    assert list(folder.iterdir()) == []
+        monkeypatch.setenv("ZFTUNE_SOCKET", str(place))
+        code, _, err = tell("daemon", "status")
+        assert code in (1, 2)
+        assert err.count("\n") == 1
+        assert str(place) in err
 
 
 def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
-    with serving(folder, "--port", "0") as daemon:
-        found = re.search(r"127\.0\.0\.1:(\d+)", daemon.log.read_text())
-        assert found is not None
-        ended = zftune(folder, "daemon", "start", "--port", found[1], ZFTUNE_SOCKET=str(folder / "other"))
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert f"--port {found[1]} cannot be used (" in ended.stderr.splitlines()[-1]
-        assert not (folder / "other").exists()
+    with socket.create_server(("127.0.0.1", 0)) as other, hosting() as application:
+        port = other.getsockname()[1]
+        with pytest.raises(BadInputError, match=rf"--port {port} cannot be used \("):
+            application.run(PageServer.serve(application.app, port, folder / "token"))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import everything
-from tests.zftune.daemon.daemons import SOON_S, environment, serving
-from zftune.daemon import PROTOCOL
+from tests.zftune.daemon.daemons import SOON_S, environment
+from tests.zftune.daemon.hosted import Hosted
+from tests.zftune.daemon.in_process import Client, answers, hosting
 from zftune.daemon.client import autostart
 from zftune.daemon.client.autostart import ensure_daemon, environment_of, log_of, revive_daemon
 from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.client.location import locate
-from zftune.errors import DaemonError, NoDaemonError, OtherStoreError, StrangerError
+from zftune.errors import DaemonError, NoDaemonError, OtherStoreError
 
 LIMITED = (
     "import os, resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
@@ -65,13 +63,6 @@ def private(folder: Path) -> Iterator[dict[str, str]]:
         wait_for(lambda: not path.exists())
 
 
-def test_the_one_that_answers_is_taken(folder: Path) -> None:
-    with serving(folder) as daemon:
-        assert not ensure_daemon(environment(folder))
-        assert pid_of(daemon.path) == daemon.process.pid
-        assert not log_of(locate(environment(folder))).exists()
-
-
 @pytest.mark.parametrize(
     ("answer", "starts"),
     [
@@ -95,9 +86,11 @@ def test_the_one_that_answers_hears_that_a_run_is_about_to_come(
     def started(*_: object) -> int:
         raise DaemonError("one is started")
 
+    monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
     monkeypatch.setattr(DaemonClient, "post", post)
     monkeypatch.setattr(autostart, "_started", started)
-    with serving(folder):
+    with hosting(Hosted()) as application:
+        answers(application, monkeypatch)
         if starts:
             with pytest.raises(DaemonError, match="one is started"):
                 ensure_daemon(environment(folder))
@@ -107,19 +100,21 @@ def test_the_one_that_answers_hears_that_a_run_is_about_to_come(
 
 
 @pytest.mark.parametrize(
-    ("options", "runs", "named", "used"),
-    [((), 1, False, True), ((), 0, True, False), (("--private",), 2, False, False), (("--private",), 2, True, False)],
+    ("private", "runs", "named", "used"),
+    [(False, 1, False, True), (False, 0, True, False), (True, 2, False, False), (True, 2, True, False)],
 )
 def test_one_with_another_store_is_not_used(
-    folder: Path, options: tuple[str, ...], runs: int, named: bool, used: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, private: bool, runs: int, named: bool, used: bool
 ) -> None:
     """One that was started by hand is, where no store was named."""
-    given = environment(folder, HOME=str(folder))
-    given = (
-        given | {"ZFTUNE_DB": str(folder / "other.db")} if named else {k: given[k] for k in given if k != "ZFTUNE_DB"}
-    )
-    with serving(folder, *options) as daemon, DaemonClient(daemon.path) as client:
-        client.post(f"/v1/test/runs/{runs}")
+    given = environment(folder, HOME=str(folder), ZFTUNE_DB=str(folder / "other.db"))
+    if not named:
+        del given["ZFTUNE_DB"]
+    monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
+    with hosting(Hosted()) as application:
+        answers(application, monkeypatch)
+        application.state.private = private
+        Client(application).post(f"/v1/test/runs/{runs}")
         if used:
             assert not ensure_daemon(given)
             return
@@ -128,7 +123,7 @@ def test_one_with_another_store_is_not_used(
             OtherStoreError, match=f"keeps what it learns in 'memory', and this run's store is '{store}'"
         ):
             ensure_daemon(given)
-        assert client.get("/v1/health")["pid"] == daemon.process.pid
+        assert application.stopped == []
 
 
 def test_what_is_passed_on_to_a_private_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +142,7 @@ def test_what_is_passed_on_to_a_private_one(folder: Path, monkeypatch: pytest.Mo
     }
 
 
-def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dict[str, str]) -> None:
+def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dict[str, str], every_fault: None) -> None:
     # what a daemon that was killed leaves behind
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(folder / "z.sock"))
@@ -180,58 +175,14 @@ def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dic
     assert not (folder / "z.sock").exists()
 
 
-def test_one_that_hangs_is_said_within_the_time(folder: Path) -> None:
-    with serving(folder) as daemon:
-        daemon.signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(DaemonError, match="no daemon answers at"):
-                ensure_daemon(environment(folder), within_s=1.0)
-        finally:
-            daemon.signal(signal.SIGCONT)
-
-
-def test_why_it_ended_is_said(folder: Path) -> None:
+def test_why_it_ended_is_said(folder: Path, every_fault: None) -> None:
     (folder / "z.sock").write_text("mine")
     with pytest.raises(DaemonError, match=r"the private daemon ended at once \('.*z\.sock' is not a socket"):
         ensure_daemon(environment(folder))
     assert (folder / "z.sock").read_text() == "mine"
 
 
-def test_one_that_is_just_ending_is_followed_by_another(folder: Path, private: dict[str, str]) -> None:
-    """It has the lock and answers nobody: the first that is started ends at once."""
-    location = locate(private)
-    with location.lock.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        asking = subprocess.Popen([sys.executable, "-c", ENSURE], env=private)
-        try:
-            wait_for(lambda: "another" in (log_of(location).read_text() if log_of(location).exists() else ""))
-        finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
-    assert asking.wait(SOON_S) == 0
-    assert pid_of(folder / "z.sock") > 0
-
-
-def test_what_will_never_be_one_is_not_waited_for(folder: Path) -> None:
-    """A server of something else has the socket."""
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(folder / "z.sock"))
-        other.listen()
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nzftune-protocol: 99\r\ncontent-length: 2\r\n\r\n{}")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(StrangerError, match=f"speaks protocol '99'; this zftune needs protocol {PROTOCOL}"):
-            ensure_daemon(environment(folder))
-        thread.join()
-    assert not log_of(locate(environment(folder))).exists()
-
-
-@pytest.mark.skipif(not everything(), reason="before a release: by day faults/test_daemon.py kills one")
+@pytest.mark.usefixtures("every_fault")  # by day faults/test_daemon.py kills one
 def test_one_that_died_is_started_again_and_one_that_was_ended_is_not(folder: Path, private: dict[str, str]) -> None:
     assert not revive_daemon(private)  # there was none
     assert ensure_daemon(private)

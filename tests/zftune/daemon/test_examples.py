@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.zftune.daemon.daemons import SOON_S, zftune
+from tests.zftune.daemon.daemons import SOON_S
+from tests.zftune.daemon.in_process import teller
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ZFTUNE = Path(sys.executable).with_name("zftune")
 
 
+@pytest.mark.usefixtures("every_fault")
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
 def test_systemd_takes_the_unit(folder: Path) -> None:
     unit = (EXAMPLES / "systemd" / "zftune.service").read_text()
@@ -33,6 +35,7 @@ def test_systemd_takes_the_unit(folder: Path) -> None:
     assert [line for line in verified.stderr.splitlines() if "zftune" in line] == []
 
 
+@pytest.mark.usefixtures("every_fault")
 def test_the_batch_script_has_a_daemon_while_it_trains_and_not_after(folder: Path) -> None:
     tools = folder / "bin"
     tools.mkdir()
@@ -59,7 +62,7 @@ def test_the_batch_script_has_a_daemon_while_it_trains_and_not_after(folder: Pat
     assert not Path((folder / "where").read_text().strip()).exists()
 
 
-def test_the_pod_has_one_user_and_one_socket(folder: Path) -> None:
+def test_the_pod_has_one_user_and_one_socket(capsys: pytest.CaptureFixture[str]) -> None:
     spec = yaml.safe_load((EXAMPLES / "kubernetes" / "pod.yaml").read_text())["spec"]
     (daemon,), (training,) = spec["initContainers"], spec["containers"]
     assert daemon["restartPolicy"] == "Always"
@@ -76,4 +79,4 @@ def test_the_pod_has_one_user_and_one_socket(folder: Path) -> None:
     for command in commands:
         assert command[0] == "zftune"
         own = command[: command.index("--")] if "--" in command else command
-        assert zftune(folder, *own[1:], "--help").returncode == 0, own
+        assert teller(capsys)(*own[1:], "--help")[0] == 0, own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,9 @@ import pytest
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon, serving, short_folder
 from tests.zftune.daemon.scripted import Training
-from tests.zftune.daemon.test_page import NO_COOKIE, USED
 from zftune.daemon.client.http import DaemonClient
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.usefixtures("every_fault")]
 
 HOSTED = "tests.zftune.daemon.runs.hosted"
 EVIL = "evil.test"
@@ -152,40 +150,3 @@ def test_the_attacks_would_be_seen(browser: Chromium, daemon: Daemon, training: 
     assert seen(daemon, training)[0] == "paused"
     assert browser.run(ask.replace("pause", "resume"))["state"] != "paused"
     assert browser.run(f"fetch('{target}/v1/runs').then(answer => answer.json())")[0]["model"] == "secret-model"
-
-
-def test_a_name_that_was_made_to_point_here_gets_nothing(browser: Chromium, daemon: Daemon, training: Training) -> None:
-    """The page of such a name is of one origin with what answers on our port."""
-    port = urlsplit(opened(browser, daemon)).port
-    before = seen(daemon, training)
-    for name in (EVIL, f"a.{EVIL}", "127.0.0.1.nip.io"):
-        if name != EVIL:
-            continue
-        shown = arrived(browser, f"http://{name}:{port}/")
-        assert json.loads(shown) == {"error": "the Host is not this daemon's; open the page with: zftune daemon open"}
-        for method, path in (("GET", "/v1/runs"), ("POST", f"/v1/runs/{training.run}/stop"), ("GET", "/page.js")):
-            ask = f"fetch({path!r}, {{method: {method!r}}}).then(async it => [it.status, await it.text()])"
-            status, text = browser.run(ask)
-            assert status == 421
-            assert list(json.loads(text)) == ["error"]
-        link = urlsplit(new_link(daemon))
-        assert "the Host is not" in arrived(browser, f"http://{name}:{port}{link.path}?{link.query}")
-    assert seen(daemon, training) == before
-    assert "the Host is not this daemon's" in daemon.log.read_text()
-
-
-def test_without_the_right_link_nothing_opens(browser: Chromium, daemon: Daemon, folder: Path) -> None:
-    url = new_link(daemon)
-    origin = url.partition("/open")[0]
-    browser.call("Network.clearBrowserCookies")
-    assert json.loads(arrived(browser, f"{origin}/")) == {"error": NO_COOKIE}
-    assert json.loads(arrived(browser, f"{origin}/open?token={'x' * 43}")) == {"error": USED}
-    browser.call(
-        "Network.setCookie", name=f"zftune-{urlsplit(url).port}", value="x" * 43, url=origin, sameSite="Strict"
-    )
-    assert json.loads(arrived(browser, f"{origin}/v1/runs")) == {"error": NO_COOKIE}
-    browser.open(url)
-    browser.until("document.querySelector('#daemon') !== null")
-    browser.call("Network.clearBrowserCookies")
-    assert json.loads(arrived(browser, url)) == {"error": USED}
-    assert json.loads(arrived(browser, f"{origin}/")) == {"error": NO_COOKIE}

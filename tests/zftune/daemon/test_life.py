@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pty
 import re
-import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +16,11 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
+from tests.tiers import by_day
 from tests.zftune.daemon.daemons import (
-    HOSTED,
-    ROOT,
     SOON_S,
     Daemon,
     begun,
-    environment,
     exchange,
     get,
     serving,
@@ -84,9 +78,9 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"log", "n"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", by_day([signal.SIGTERM], all_of=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_drains_and_ends_with_0(folder: Path, number: signal.Signals) -> None:
-    with serving(folder, "--body-s", "60", "--answer-s", "60") as daemon, DaemonClient(daemon.path) as before:
+    with serving(folder) as daemon, DaemonClient(daemon.path) as before:
         before.get("/v1/health")
         with socket.socket(socket.AF_UNIX) as silent, held(daemon) as waiting:
             silent.connect(str(daemon.path))  # holds nothing up
@@ -102,13 +96,15 @@ def test_a_signal_drains_and_ends_with_0(folder: Path, number: signal.Signals) -
         assert answer.endswith(b'"released"')
         assert daemon.ends() == 0
     log = daemon.log.read_text()
-    assert f"stopping: {number.name}" in log
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
+    assert f"stopping: {number.name}" in [line["message"] for line in lines]
     assert log.index("service starts") < log.index("serves /") < log.index("service stops") < log.index("ended")
     assert left(folder) == set()
 
 
 def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
-    with serving(folder, "--body-s", "60", "--answer-s", "60") as daemon, held(daemon) as waiting:
+    with serving(folder) as daemon, held(daemon) as waiting:
         daemon.signal()
         assert daemon.told() == "STOPPING=1"
         daemon.signal()
@@ -118,6 +114,7 @@ def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
     assert left(folder) == set()
 
 
+@pytest.mark.usefixtures("every_fault")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_it_is_ready_leaves_nothing_either(folder: Path, number: signal.Signals) -> None:
     with begun(folder, "--slow") as daemon:
@@ -130,7 +127,7 @@ def test_a_signal_before_it_is_ready_leaves_nothing_either(folder: Path, number:
     assert left(folder) == set()
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path) -> None:
+def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path, every_fault: None) -> None:
     with serving(folder, hangs_up=False) as daemon:
         daemon.signal(signal.SIGHUP)
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
@@ -139,35 +136,14 @@ def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path) -> None:
     assert "SIGHUP" not in daemon.log.read_text()
 
 
-def test_it_can_be_asked_to_stop(folder: Path) -> None:
-    with serving(folder) as daemon:
-        with DaemonClient(daemon.path) as client:
-            assert client.post("/v1/stop") == {"stopping": True}
-        assert daemon.told() == "STOPPING=1"
-        assert daemon.ends() == 0
-    assert left(folder) == set()
-
-
 def test_a_private_one_ends_with_its_last_run(folder: Path) -> None:
-    with serving(folder, "--private", "--idle-exit-s", "0.5") as daemon, DaemonClient(daemon.path) as client:
+    with serving(folder, "--private", "--idle-exit-s", "0.2") as daemon, DaemonClient(daemon.path) as client:
         client.post("/v1/test/runs/2")
         assert client.get("/v1/health")["private"] is True
-        until_s = time.monotonic() + 1.5  # three times as long as it waits
-        while time.monotonic() < until_s:
-            assert client.get("/v1/health")["runs"] == 2
-            time.sleep(0.1)
         client.post("/v1/test/runs/0")
         assert daemon.told() == "STOPPING=1"
         assert daemon.ends() == 0
-    assert "stopping: no run for 0.5 s" in daemon.log.read_text()
-
-
-def test_one_that_nobody_comes_to_ends_too(folder: Path) -> None:
-    begun_s = time.monotonic()
-    with serving(folder, "--idle-exit-s", "0.3") as daemon:
-        assert daemon.told() == "STOPPING=1"
-        assert daemon.ends() == 0
-    assert time.monotonic() - begun_s > 0.3
+    assert "stopping: no run for 0.2 s" in daemon.log.read_text()
     assert left(folder) == set()
 
 
@@ -189,13 +165,6 @@ def test_who_announces_a_run_is_given_the_whole_time_for_it(monkeypatch: pytest.
     assert state.unneeded_s() == 30.0
 
 
-def test_the_watchdog_is_fed(folder: Path) -> None:
-    with serving(folder, more={"WATCHDOG_USEC": "300000"}) as daemon:
-        assert [daemon.told() for _ in range(3)] == ["WATCHDOG=1"] * 3
-        daemon.signal()
-        assert daemon.ends() == 0
-
-
 def test_the_watchdog_is_fed_three_times_while_it_waits() -> None:
     periods_s: list[float] = []
     sent: list[str] = []
@@ -212,57 +181,15 @@ def test_the_watchdog_is_fed_three_times_while_it_waits() -> None:
     assert sent == ["WATCHDOG=1"] * 2
 
 
-def test_the_service_manager_may_have_an_abstract_name(folder: Path) -> None:
+def test_what_the_service_manager_is_told(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
     name = f"zftune-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.settimeout(SOON_S)
         manager.bind(f"\0{name}")
-        with begun(folder, more={"NOTIFY_SOCKET": f"@{name}"}) as daemon:
-            assert manager.recv(4096).decode() == f"READY=1\nSTATUS=serves {daemon.path}"
-            daemon.signal()
-            assert manager.recv(4096) == b"STOPPING=1"
-            assert daemon.ends() == 0
-
-
-def test_a_watchdog_of_another_process_is_not_fed(folder: Path) -> None:
-    with serving(folder, "--idle-exit-s", "0.3", more={"WATCHDOG_USEC": "10000", "WATCHDOG_PID": "1"}) as daemon:
-        assert daemon.told() == "STOPPING=1"
-        daemon.ends()
-
-
-def test_a_service_manager_that_is_gone_harms_nobody(folder: Path) -> None:
-    with serving(folder) as daemon:
-        daemon.manager.close()
-        (folder / "n").unlink()
-        daemon.signal()
-        assert daemon.ends() == 0
-    assert "the service manager was not told STOPPING=1" in daemon.log.read_text()
-
-
-def test_the_log_is_json_and_for_people_on_a_terminal(folder: Path) -> None:
-    with serving(folder) as daemon:
-        daemon.signal()
-        daemon.ends()
-    lines = [json.loads(line) for line in daemon.log.read_text().splitlines()]
-    assert [line["message"] for line in lines[2:]] == ["stopping: SIGTERM", "service stops", "ended"]
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
-    assert {line["level"] for line in lines} == {"info"}
-    terminal, end = pty.openpty()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", HOSTED, "--idle-exit-s", "0.2"],
-            env=environment(folder),
-            cwd=ROOT,
-            stderr=end,
-        )
-        assert process.wait(SOON_S) == 0
-        assert select.select([terminal], [], [], SOON_S)[0]
-        shown = os.read(terminal, 1 << 16).decode()
-    finally:
-        os.close(terminal)
-        os.close(end)
-    assert re.fullmatch(
-        rf"T service starts\r\nT zftune \S+ serves {folder}/z.sock \(pid {process.pid}\)\r\n"
-        r"T stopping: no run for 0.2 s\r\nT service stops\r\nT ended\r\n".replace("T", r"\d\d:\d\d:\d\d"),
-        shown,
-    )
+        process.Notifier({"NOTIFY_SOCKET": f"@{name}"}).send("READY=1", "STATUS=x")  # an abstract name
+        assert manager.recv(4096) == b"READY=1\nSTATUS=x"
+    watched = {"NOTIFY_SOCKET": str(folder / "gone"), "WATCHDOG_USEC": "300000"}
+    assert process.Notifier(watched).watchdog_s == 0.3
+    assert process.Notifier(watched | {"WATCHDOG_PID": "1"}).watchdog_s is None
+    process.Notifier(watched).send("STOPPING=1")
+    assert "the service manager was not told STOPPING=1" in caplog.text

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.zftune.daemon.daemons import serving
-from zftune.daemon.process import HumanFormatter, JsonFormatter, log_to
+from zftune.daemon.process import JsonFormatter, log_to
 
 
 def record(level: int, message: str, *arguments: object, **fields: object) -> logging.LogRecord:
@@ -54,12 +53,6 @@ def test_the_journal_gets_priorities(level: int, priority: int) -> None:
     assert JsonFormatter(journal=True).format(record(level, "m")).startswith(f'<{priority}>{{"time"')
 
 
-def test_people_get_a_short_line() -> None:
-    formatter = HumanFormatter()
-    assert formatter.format(record(logging.INFO, "fine"))[8:] == " fine"
-    assert formatter.format(record(logging.WARNING, "odd", run_id="r1"))[8:] == " odd [warning] run_id=r1"
-
-
 @pytest.fixture
 def _as_it_was() -> Iterator[None]:
     root = logging.getLogger()
@@ -80,23 +73,3 @@ def test_the_journal_is_known_by_its_stream(tmp_path: Path) -> None:
             stream.seek(0)
             assert stream.read().startswith("<4>{" if same else '{"time"')
     log_to(io.StringIO(), {"JOURNAL_STREAM": "1:1"})  # what has no descriptor is no journal
-
-
-def test_without_a_name_the_socket_is_in_the_runtime_folder(folder: Path) -> None:
-    with serving(folder, more={"ZFTUNE_SOCKET": "", "XDG_RUNTIME_DIR": str(folder)}) as daemon:
-        assert (folder / "zftune" / "zftune.sock").is_socket()
-        assert (folder / "zftune").stat().st_mode & 0o777 == 0o700
-        daemon.signal()
-        assert daemon.ends() == 0
-    assert "warning" not in daemon.log.read_text()
-    assert list((folder / "zftune").iterdir()) == []
-
-
-def test_a_socket_in_the_folder_for_temporary_files_is_told(folder: Path) -> None:
-    with serving(folder, more={"ZFTUNE_SOCKET": "", "XDG_RUNTIME_DIR": "", "TMPDIR": str(folder)}) as daemon:
-        assert (folder / f"zftune-{os.getuid()}" / "zftune.sock").is_socket()
-        daemon.signal()
-        assert daemon.ends() == 0
-    first = json.loads(daemon.log.read_text().splitlines()[0])
-    assert first["level"] == "warning"
-    assert first["message"].startswith("$XDG_RUNTIME_DIR is no folder of this user")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.zftune.daemon.daemons import Daemon, exchange, get, serving, status_of
-from tests.zftune.daemon.test_page import Browser, link
+from tests.zftune.daemon.hosted import Hosted
+from tests.zftune.daemon.in_process import TOKEN, Application, Client, hosting
+from tests.zftune.daemon.test_page import Browser
 from zftune import __version__
 from zftune.daemon import PROTOCOL
-from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.server import sampling as metrics_module
 from zftune.daemon.server.answers import DaemonState
+from zftune.daemon.server.sampling import Metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,86 +31,74 @@ def samples(text: str) -> dict[str, float]:
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def body(answer: bytes) -> str:
-    assert status_of(answer) == 200, answer
-    return answer.partition(b"\r\n\r\n")[2].decode()
+@pytest.fixture(scope="module")
+def application() -> Iterator[Application]:
+    with hosting(Hosted()) as made:
+        yield made
 
 
-def test_the_socket_gives_the_metrics(served: Daemon) -> None:
-    answer = exchange(served.path, get("/metrics"))
-    assert b"\r\ncontent-type: text/plain; version=0.0.4" in answer
-    found = samples(body(answer))
-    assert found["zftune_daemon_info"] == 1
-    assert f'zftune_daemon_info{{protocol="{PROTOCOL}",version="{__version__}"}}' in body(answer)
-    assert found["zftune_daemon_uptime_seconds"] > 0
+def test_the_socket_gives_the_metrics(application: Application) -> None:
+    answer = application.ask("GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = samples(answer.text)
+    assert f'zftune_daemon_info{{protocol="{PROTOCOL}",version="{__version__}"}} 1.0' in answer.text
+    assert found["zftune_daemon_uptime_seconds"] >= 0
     assert found["zftune_runs"] == 0
-    with DaemonClient(served.path) as client:
-        client.post("/v1/test/runs/3")
-        client.post("/v1/test/echo/1", {"topk_ratio": 0, "name": ""})
-        after = samples(body(exchange(served.path, get("/metrics"))))
-        client.post("/v1/test/runs/0")
+    client = Client(application)
+    client.post("/v1/test/runs/3")
+    client.post("/v1/test/echo/1", {"topk_ratio": 0, "name": ""})
+    after = samples(application.ask("GET", "/metrics").text)
+    client.post("/v1/test/runs/0")
     assert after["zftune_runs"] == 3
     assert after["test_asked_total"] == found["test_asked_total"] + 1  # a service's own
 
 
-def test_a_token_reads_the_metrics_and_nothing_else(served: Daemon) -> None:
-    scraper = Browser(link(served)[0])
-    assert status_of(scraper.ask("GET", "/metrics")) == 401
-    file = served.path.with_name("z.sock.metrics-token")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    token = file.read_text().strip()
-    scraper.headers["authorization"] = f"Bearer {token}"
-    assert samples(body(scraper.ask("GET", "/metrics")))["zftune_runs"] == 0
+def test_a_token_reads_the_metrics_and_nothing_else(application: Application) -> None:
+    scraper = Browser(application)
+    assert scraper.ask("GET", "/metrics").status_code == 401
+    scraper.headers["authorization"] = f"Bearer {TOKEN}"
+    assert samples(scraper.ask("GET", "/metrics").text)["zftune_runs"] == 0
     for method, path in (("GET", "/"), ("GET", "/v1/health"), ("POST", "/metrics"), ("POST", "/v1/test/runs/1")):
-        assert status_of(scraper.ask(method, path)) == 401
-    assert status_of(scraper.ask("GET", "/metrics", host="evil.example")) == 421
-    for wrong in (token, f"Bearer {token}x", f"Bearer {token[:-1]}", f"bearer  {token}", "Bearer ", "Basic x"):
-        assert status_of(scraper.ask("GET", "/metrics", authorization=wrong)) == 401
-    assert token not in served.log.read_text()
+        assert scraper.ask(method, path).status_code == 401
+    assert scraper.ask("GET", "/metrics", host="evil.example").status_code == 421
+    for wrong in (TOKEN, f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer  {TOKEN}", "Bearer", "Basic x"):
+        assert scraper.ask("GET", "/metrics", authorization=wrong).status_code == 401
 
 
-def test_a_port_may_be_there_from_the_start_and_the_token_stays(folder: Path) -> None:
-    tokens = []
-    for _ in range(2):
-        with serving(folder, "--port", "0") as daemon:
-            assert "the page and /metrics are on http://127.0.0.1:" in daemon.log.read_text()
-            tokens.append((folder / "z.sock.metrics-token").read_text())
-            daemon.signal()
-            assert daemon.ends() == 0
-    assert tokens[0] == tokens[1]
+def test_the_textfile_is_whole_whenever_it_is_read_and_goes_in_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "zftune.prom"
 
-
-def test_the_textfile_is_whole_whenever_it_is_read_and_goes_in_the_end(folder: Path) -> None:
-    file = folder / "zftune.prom"
-    with serving(folder, "--textfile", str(file), module="tests.zftune.daemon.hosted_often") as daemon:
+    async def written() -> None:
+        state = DaemonState()
+        keeping = asyncio.create_task(Metrics(state).keep_textfile(file, 0.001))
         found: set[float] = set()
-        while len(found) < 20:  # written again and again meanwhile
-            try:
-                text = file.read_text()
-            except FileNotFoundError:
-                assert not found, "it was away between two writes"
-                continue
-            assert samples(text)["zftune_runs"] == 0
-            assert text.splitlines()[-1].startswith("test_asked_created")
-            found.add(samples(text)["zftune_daemon_uptime_seconds"])
-        daemon.signal()
-        assert daemon.ends() == 0
-    assert {path.name for path in folder.iterdir()} == {"log", "n"}
+        while len(found) < 5:  # written again and again meanwhile
+            await asyncio.sleep(0)
+            if file.exists():
+                found.add(samples(file.read_text())["zftune_daemon_uptime_seconds"])
+        state.stopping.set()
+        await keeping
+
+    asyncio.run(written())
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_textfile_that_cannot_be_written_ends_nothing(folder: Path) -> None:
-    blocked = folder / "blocked"
-    blocked.mkdir()
-    with serving(folder, "--textfile", str(blocked), module="tests.zftune.daemon.hosted_often") as daemon:
-        assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
-        daemon.signal()
-        assert daemon.ends() == 0
-    assert daemon.log.read_text().count("cannot be written") == 1
-    assert list(blocked.iterdir()) == []
+def test_a_textfile_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def blocked() -> None:
+        asked = 0
 
+        def clock() -> float:
+            nonlocal asked
+            asked += 1
+            if asked == 5:
+                state.stopping.set()
+            return 0.0
 
-def test_the_usual_period_suits_a_scraper() -> None:
-    assert 5 <= metrics_module.TEXTFILE_PERIOD_S <= 60
+        state = DaemonState(clock=clock)
+        await Metrics(state).keep_textfile(tmp_path, 0.001)
+
+    asyncio.run(blocked())
+    assert sum("cannot be written" in one for one in caplog.messages) == 1
 
 
 def test_the_dashboard_asks_for_what_the_daemon_offers_with_its_labels() -> None:

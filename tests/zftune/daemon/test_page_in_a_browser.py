@@ -6,18 +6,17 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.zftune.daemon.chromium import Chromium, chromium, needs_chromium
 from tests.zftune.daemon.daemons import Daemon
-from tests.zftune.daemon.runs.agents import faster
 from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
 from zftune.daemon.client.http import DaemonClient
-from zftune.words import COLOURS
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.usefixtures("every_fault")]
 
 STEP = "Number(document.querySelector('#figures dd').firstChild.data)"
 STATE = "document.querySelector('#state .state').textContent"
-PAGE = Path(__file__).parents[3] / "zftune" / "daemon" / "page"
 
 
 def button(command: str) -> str:
@@ -131,33 +130,6 @@ def rolls_back_when_it_is_meant(browser: Chromium, training: Training) -> None:
     training.until(lambda: training.last.kind == "stop")
 
 
-def test_a_search_that_begins_again_keeps_its_history_apart(folder: Path) -> None:
-    slow = [1.0]
-    with training_under(folder) as (daemon, _), chromium(folder) as browser, DaemonClient(daemon.path) as client:
-        training = Training(client, run="c1" * 16, step_ms=lambda setting: slow[0] * faster(setting))
-        training.report()
-        training.train_until("frozen")
-        slow[0] = 1.5
-        training.train_until("drifted")
-        opened(browser, daemon)
-        browser.until("document.querySelectorAll('#trials tr.era').length === 2")
-        details = client.get(f"/v1/runs/{training.run}")
-        rows = browser.run("[...document.querySelectorAll('#trials tr')].map(one => one.className)")
-        assert rows[0] == "era"
-        earlier = rows.index("era", 1)
-        assert "best" in rows[:earlier]
-        assert set(rows[earlier + 1 :]) == {"earlier"}
-        measured = sum((one["step_ms"] or one["earlier_step_ms"]) is not None for one in details["trials"])
-        assert f"settings measured\n{measured}\n" in browser.text("#figures")
-        assert "of them since the search began again" in browser.text("#figures")
-        assert "measured before the search began again" in browser.text("#figures")  # the gain
-        titles = browser.run(
-            "[...document.querySelectorAll('#decisions li:not(.earlier) .kind')].map(one => one.innerText)"
-        )
-        assert titles[-1] == "began again"  # the oldest of those that still hold
-        assert browser.complaints == []
-
-
 def fits(browser: Chromium) -> None:
     """Whatever the size, nothing but the table of trials is wider than the window; dark is dark."""
     for width in (420, 1400):
@@ -181,16 +153,3 @@ def test_a_run_without_steps_and_a_daemon_without_runs(folder: Path) -> None:
             assert not browser.run("document.querySelector('#steps').checkVisibility()")
             assert not browser.run("document.querySelector('#no-run').checkVisibility()")
         assert browser.complaints == []
-
-
-def test_colours_are_those_of_every_report() -> None:
-    found = dict(re.findall(r"--(\w+): (#\w{6})", (PAGE / "page.css").read_text().partition("@media")[0]))
-    for name in ("host", "h2d", "d2h", "select", "comm", "data", "other", "compute"):
-        assert found[name] == COLOURS[name]
-
-
-def test_nothing_reads_text_as_markup() -> None:
-    for name in ("page.js", "plots.js", "words.js"):
-        text = (PAGE / name).read_text()
-        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
-            assert way not in text

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
-from tests.zftune.daemon.daemons import short_folder
+from tests.zftune.daemon.in_process import Application, Tell, answers, teller, trainings
 from tests.zftune.daemon.runs.agents import faster
-from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
+from tests.zftune.daemon.scripted import EVIL, START, Training
 from tools.reference_pages import DOCUMENTS
-from zftune.cli.main import app
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, among
 from zftune.errors import BadInputError, NoDaemonError, ZftuneError
@@ -29,39 +25,30 @@ from zftune.store.store import Store
 from zftune.store.types import Hardware, Key, Model, Run
 from zftune.tuner.space import Setting
 
-Tell = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[list[Training]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Application, list[Training]]]:
     """Two runs whose search has ended, each with another setting than it began with."""
-    with short_folder() as made, training_under(made, "gpt2", EVIL) as (_, runs):
-        yield runs
+    with trainings(tmp_path_factory.mktemp("store"), "gpt2", EVIL) as found:
+        yield found
+
+
+@pytest.fixture
+def runs(found: tuple[Application, list[Training]]) -> list[Training]:
+    for one in found[1]:
+        one.report()  # on a busy machine the tests before took longer than a run may say nothing
+    return found[1]
 
 
 @pytest.fixture
 def tell(
-    runs: list[Training], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    client = runs[0].transport
-    assert isinstance(client, DaemonClient)
-    for one in runs:
-        one.report()  # on a busy machine the tests before took longer than a run may say nothing
-    monkeypatch.setenv("ZFTUNE_SOCKET", str(client.path))
+    found: tuple[Application, list[Training]],
+    runs: list[Training],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Tell:
+    answers(found[0], monkeypatch)
     return teller(capsys)
-
-
-def teller(capsys: pytest.CaptureFixture[str]) -> Tell:
-    """Says a command line in this process: exit code, and what was printed."""
-
-    def tell(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app(list(arguments))
-        assert isinstance(ended.value.code, int)
-        return (ended.value.code, *capsys.readouterr())
-
-    return tell
 
 
 def test_runs_are_listed(tell: Tell, runs: list[Training]) -> None:
@@ -104,17 +91,6 @@ def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
     for one in document["steps"]:  # the knobs that held then, by the time it took
         held = [change["knobs"] for change in document["changes"] if change["step"] < one["step"]] or [START.knobs()]
         assert one["step_ms"] == pytest.approx(faster(Setting.from_knobs(held[-1])), rel=0.02), one
-
-
-def test_logs_are_the_decisions(tell: Tell) -> None:
-    code, out, _ = tell("runs", "logs", "a1")
-    assert code == 0
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  "
-    lines = out.splitlines()
-    assert re.match(stamp + "start        The search begins", lines[0])
-    assert re.match(stamp + "adopted      Adopted: ", lines[1])
-    document = json.loads(tell("runs", "logs", "a1", "--json", "-")[1])
-    assert len(document["decisions"]) == len(lines)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -188,9 +164,12 @@ def test_a_run_must_be_named_where_there_are_two(tell: Tell, runs: list[Training
         assert words in err
 
 
-def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with training_under(folder, "gpt2", until="frozen") as (daemon, (training,)):
-        monkeypatch.setenv("ZFTUNE_SOCKET", str(daemon.path))
+def test_rollback_and_stop_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell = teller(capsys)
+    with trainings(tmp_path, "gpt2") as (application, (training,)):
+        answers(application, monkeypatch)
         assert training.last.incumbent != START
         code, out, _ = tell("runs", "rollback")
         assert code == 0
@@ -205,29 +184,23 @@ def test_rollback_and_stop_of_a_run(tell: Tell, folder: Path, monkeypatch: pytes
         assert out == f"Run {training.called} is settled: Stopped by hand.\n"  # not what was done before
         fates = [one["fate"] for one in json.loads(tell("runs", "show", "--json", "-")[1])["trials"]]
         assert "rolled back" in fates
-        assert tell("daemon", "status")[0] == 0  # the daemon lives
-        follows = threading.Thread(target=training.goodbye, kwargs={"over": True})  # as an agent that was told "stop"
-        follows.start()
+        training.goodbye(over=True)  # as an agent that was told "stop"
         code, out, _ = tell("runs", "logs", "--follow")  # ends with the run
-        follows.join()
         assert code == 0
         assert "  rolled back  Rolled back by hand" in out
         goes_on = "tuning was stopped 100 steps after the training's last start; the training went on"
         assert f"not tuned: {goes_on}" in " ".join(tell("runs", "show")[1].split())
-        listed = tell("runs", "list")[1]
-        assert f"{training.called}  not tuned " in listed
-        assert listed.endswith(f"; {goes_on}\n")
-        for command, verb in (("pause", "pause"), ("resume", "resume"), ("rollback", "roll back"), ("stop", "stop")):
-            code, _, err = tell("runs", command)
-            assert (code, err) == (1, f"zftune: cannot {verb}: {goes_on}\n")
-        document = json.loads(tell("daemon", "stop", "--json", "-")[1])
-        assert document == {"schema": "zftune.daemon/1", "stopped": True}
-        assert daemon.ends() == 0
-        for command in ("list", "show", "logs", "pause", "resume", "rollback", "stop"):
-            code, out, err = tell("runs", *command.split())
-            assert (code, out) == (1, "")
-            absent = f"zftune: no daemon serves '{daemon.path}', start one with: zftune daemon start"
-            assert err == f"{absent}; all runs of the store: zftune runs list --all\n"
+        assert tell("runs", "pause")[::2] == (1, f"zftune: cannot pause: {goes_on}\n")
+
+
+def test_without_a_daemon_the_store_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "z.sock"
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(path))
+    absent = f"zftune: no daemon serves '{path}', start one with: zftune daemon start"
+    for command in ("list", "show", "logs", "pause", "resume", "rollback", "stop"):
+        assert teller(capsys)("runs", command) == (1, "", f"{absent}; all runs of the store: zftune runs list --all\n")
 
 
 def begin(store: Store, name: str) -> Run:
@@ -274,31 +247,6 @@ def test_all_runs_of_the_store_are_listed_without_a_daemon(
     assert document["runs"][2]["elapsed_s"] == 70.0
     schema = json.loads(DOCUMENTS.read_text(encoding="utf-8"))
     Draft202012Validator({**schema, "$ref": "#/$defs/stored-runs"}).validate(document)
-
-
-def test_a_run_that_was_killed_is_listed_as_ended_and_a_store_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "z.db"))
-    tell = teller(capsys)
-    killed = "import os; from tests.zftune.daemon.test_runs_command import *; begin(open_store(), 'm'); os._exit(9)"
-    root = Path(__file__).resolve().parents[3]
-    assert subprocess.run([sys.executable, "-c", killed], cwd=root, check=False).returncode == 9
-    code, out, err = tell("runs", "list", "--all")
-    assert (code, err, out.count("search unfinished"), out.count("\n")) == (0, "", 1, 1)
-    (tmp_path / "broken.db").write_bytes(b"no database" * 100)
-    monkeypatch.setenv("ZFTUNE_DB", str(tmp_path / "broken.db"))
-    code, out, err = tell("runs", "list", "--all")
-    assert (code, out) == (0, "")
-    assert re.fullmatch(r"(zftune: \$ZFTUNE_DB is corrupt .*\n)+", err)
-
-
-def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_done(tell: Tell, runs: list[Training]) -> None:
-    for command in ("list", "show a1", "logs a1", "pause a1", "stop a1"):
-        code, _, err = tell("runs", *command.split(), "--json", "nonesuch/x")
-        assert (code, err.count("\n")) == (2, 1)
-        assert "--json 'nonesuch/x'" in err
-    assert runs[0].report().kind not in ("pause", "stop")
 
 
 def a_run(name: str, state: str = "frozen", record: str | None = None) -> dict[str, Any]:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
-from tests.nvml.scripted import GPU, HOPPER, Machine, here, machine, nvml_library
-from tests.tiers import everything
-from tests.zftune.daemon.daemons import COMMAND, exchange, get, serving
-from tests.zftune.daemon.runs.agents import RUN, SOON_S, Agent, hello
+from tests.nvml.scripted import GPU, HOPPER, here, machine, nvml_library
+from tests.zftune.daemon.runs.agents import RUN, SOON_S, hello
 from zftune.daemon.client.http import DaemonClient
-from zftune.daemon.protocol.messages import Applied, Hello, StepFigures
-from zftune.daemon.server.sampling import Node, NodeFigures
+from zftune.daemon.protocol.messages import Hello
+from zftune.daemon.server.sampling import Node
 from zftune.telemetry import NvmlSampler
 
 __all__ = ["here", "machine", "nvml_library"]
 
 OTHER = "0" * 31 + "2"
-_HOT = 1 << 6
 
 
 class Runs(Node):
@@ -105,7 +98,9 @@ def test_runs_on_one_gpu_are_co_tenants(here: Callable[..., None], node: Runs) -
     assert disturbed() is None
 
 
-def test_a_link_that_is_shifted_down_while_a_run_trains_voids(here: Callable[..., None], node: Runs) -> None:
+def test_a_link_that_is_shifted_down_while_a_run_trains_voids(
+    here: Callable[..., None], node: Runs, every_fault: None
+) -> None:
     fast, slow = {"util": 60, "generation": 5, "width": 16}, {"util": 60, "generation": 3, "width": 16}
     here(HOPPER, timeline=[{"t": 0, **fast}, {"t": 8, **fast}, {"t": 8.1, **slow}])
     disturbed = node.come()
@@ -114,77 +109,6 @@ def test_a_link_that_is_shifted_down_while_a_run_trains_voids(here: Callable[...
     assert until(disturbed).startswith("the PCIe link was shifted down to generation ")  # in part, at first
 
 
-def test_without_a_driver_there_is_the_host(node: Runs) -> None:
-    assert node.come()() is None
-    node.come(OTHER, gpu=None)
-    assert node.gpu(OTHER) is None
-
-    def host() -> Any:
-        node.look()
-        return node.host.figures
-
-    until(host)
-    found = node.gpu(RUN)
-    assert found is not None
-    assert found[1].figures is None
-    assert found[1].missing
-
-
-def test_metrics_leave_out_what_is_not_known(here: Callable[..., None], node: Runs) -> None:
-    here(HOPPER, timeline=[{"t": 0, "util": 70}])
-    registry = CollectorRegistry()
-    registry.register(NodeFigures(node))
-    assert b"zftune_gpu_utilisation_percent{" not in generate_latest(registry)
-    node.come()
-    figures(node)
-    assert f'zftune_gpu_utilisation_percent{{gpu="{GPU.casefold()}"}} 70.0'.encode() in generate_latest(registry)
-
-
-class OnGpu(Agent):
-    """An agent whose training is on the scripted GPU."""
-
-    def say_hello(self, again: Any = None) -> None:
-        self._hello = replace(self._hello, pid=os.getpid(), gpu_uuid=GPU)
-        super().say_hello(again)
-
-
 def shown(client: DaemonClient) -> Any:
     """What is shown of the GPU of the only run."""
     return client.get("/v1/runs")[0]["gpu"]
-
-
-def asked_for(machine: Machine) -> int:
-    """Ticks of the sampler so far."""
-    return sum(name == "nvmlDeviceGetUtilizationRates" for _, _, name, _ in machine.calls())
-
-
-@pytest.mark.skipif(not everything(), reason="before a release: by day a link voids one")
-def test_throttling_voids_a_measurement_of_a_daemon_that_runs(
-    folder: Path, machine: Machine, nvml_library: Path
-) -> None:
-    machine.write(HOPPER, timeline=[{"t": 0, "util": 60, "reasons": _HOT}])
-    more = {"LD_LIBRARY_PATH": str(nvml_library.parent), "NVML_SCRIPT": str(machine.script)}
-    more["ZFTUNE_DB"] = f"sqlite:///{folder / 'z.db'}"
-    with (
-        serving(folder, module=COMMAND, more=more, forked=False) as daemon,
-        DaemonClient(daemon.path, timeout_s=SOON_S) as client,
-    ):
-        agent = OnGpu(client)
-        until(lambda: shown(client)["utilisation"] is not None)
-        agent.asked()
-        agent.report(applied=Applied(agent.last.decision, 1))
-        ticks = asked_for(machine)
-        until(lambda: asked_for(machine) >= ticks + 2)  # a whole tick since then
-        agent.measure()
-        agent.report(steps=tuple(StepFigures(step, 100.0, {"host": 12.0}) for step in range(1, 30)))
-        agent.until(lambda: agent.done is None)
-        gpu = shown(client)
-        metrics = exchange(daemon.path, get("/metrics"))
-        agent.goodbye()
-    with closing(sqlite3.connect(folder / "z.db")) as database:
-        reasons = [reason for (reason,) in database.execute("select void_reason from measurement")]
-    assert reasons == ["the GPU was slowed down because it was hot"]
-    assert gpu["sentence"] == "stall by events 12%, NVML idle 40%: more than 10 points apart"
-    assert gpu["apart"]
-    assert gpu["throttled_by"] == ["hw_thermal_slowdown"]
-    assert f'zftune_gpu_utilisation_percent{{gpu="{GPU.casefold()}"}} 60.0'.encode() in metrics

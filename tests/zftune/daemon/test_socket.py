@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import stat
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.zftune.daemon.daemons import (
-    COMMAND,
     OTHER_UID,
     SOON_S,
     as_other_user,
-    begun,
     exchange,
     get,
     needs_root,
@@ -25,7 +21,8 @@ from tests.zftune.daemon.daemons import (
     status_of,
     zftune,
 )
-from zftune.daemon.client.location import SHORTEST, TEMPORARY, Location, locate, make_folder, settled
+from zftune.daemon.client.http import DaemonClient
+from zftune.daemon.client.location import Location, locate, make_folder, settled
 from zftune.daemon.server.serving import claim
 from zftune.errors import BadInputError, DaemonError
 
@@ -68,15 +65,6 @@ def test_the_environment_says_where_it_is(folder: Path) -> None:
     for unusable in ("", "relative", str(folder / "nonesuch")):
         last = locate({"XDG_RUNTIME_DIR": unusable}, temporary=folder)
         assert last.socket == folder / f"zftune-{os.getuid()}" / "zftune.sock"
-
-
-def test_a_runtime_folder_that_is_too_long_is_not_used(folder: Path) -> None:
-    long = folder / ("r" * 100)
-    long.mkdir()
-    usual = folder / f"zftune-{os.getuid()}" / "zftune.sock"
-    assert locate({"XDG_RUNTIME_DIR": str(long)}, temporary=folder).socket == usual
-    last = locate({}, temporary=long)
-    assert (last.socket, last.source) == (SHORTEST / usual.relative_to(folder), TEMPORARY)
 
 
 def test_a_socket_in_a_folder_that_is_gone_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,30 +171,6 @@ def test_one_claim_at_a_time(folder: Path) -> None:
         assert (folder / "s").exists()
 
 
-def test_of_many_at_once_one_wins_every_time(folder: Path) -> None:
-    held = threading.Semaphore()
-    wins, losses = [], []
-
-    def contend() -> None:
-        for _ in range(50):
-            try:
-                with claim(at(folder / "s")):
-                    assert held.acquire(blocking=False), "two claims at once"
-                    wins.append(1)
-                    held.release()
-            except DaemonError:
-                losses.append(1)
-
-    threads = [threading.Thread(target=contend) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(wins) + len(losses) == 200
-    assert len(wins) >= 1
-    assert list(folder.iterdir()) == []
-
-
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.bind(str(folder / "s"))
@@ -260,24 +224,22 @@ def test_a_planted_lock_is_refused(folder: Path, kind: str) -> None:
 
 @needs_root
 def test_a_socket_or_lock_of_somebody_else_is_refused(folder: Path) -> None:
-    (folder / "z.sock.lock").write_text("")
-    os.chown(folder / "z.sock.lock", OTHER_UID, OTHER_UID)
-    ended = zftune(folder, "daemon", "start")
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert "is not a file of yours" in ended.stderr
-    (folder / "z.sock.lock").unlink()
+    (folder / "s.lock").write_text("")
+    os.chown(folder / "s.lock", OTHER_UID, OTHER_UID)
+    with pytest.raises(BadInputError, match="is not a file of yours"), claim(at(folder / "s")):
+        pass
+    (folder / "s.lock").unlink()
     folder.chmod(0o777)
-    with as_other_user(LISTEN, str(folder / "z.sock")) as planter:
+    with as_other_user(LISTEN, str(folder / "s")) as planter:
         assert planter.stdout is not None
         assert planter.stdout.readline() == "ready\n"
-        for command in (("daemon", "start"), ("daemon", "status")):
-            ended = zftune(folder, *command)
-            assert ended.returncode == (2 if command[1] == "start" else 1)
-            assert ended.stdout == ""
-            assert ended.stderr.count("\n") == 1
-            assert f"user {OTHER_UID}" in ended.stderr
+        with pytest.raises(BadInputError, match=f"belongs to user {OTHER_UID}"), claim(at(folder / "s")):
+            pass
+        with DaemonClient(folder / "s") as client, pytest.raises(DaemonError) as error:
+            client.post("/v1/x", {"secret": 1})
         planter.communicate()
-    assert (folder / "z.sock").lstat().st_uid == OTHER_UID
+    assert str(error.value) == f"the socket '{folder}/s' is served by user {OTHER_UID}, not by you"
+    assert (folder / "s").lstat().st_uid == OTHER_UID
 
 
 @needs_root
@@ -292,57 +254,19 @@ def test_another_user_gets_no_answer(folder: Path) -> None:
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
 
 
-def test_beside_a_private_daemon_start_says_whose_it_is_and_what_ends_it(folder: Path) -> None:
-    with serving(folder, "--private") as daemon:
-        held = f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already"
-        ended = zftune(folder, "daemon", "start")
-        assert (ended.returncode, ended.stdout) == (1, "")
-        assert ended.stderr == (
-            f"{held}: a private one, which a training started for itself (no run); it ends a minute after its last "
-            "run, or now with: zftune daemon stop (trainings go on)\n"
-        )
-        daemon.signal(signal.SIGSTOP)
-        silent = zftune(folder, "daemon", "start")
-        assert silent.stderr == (
-            f"{held}, but does not answer; if that does not change, end it with: kill {daemon.process.pid}\n"
-        )
-        daemon.signal(signal.SIGCONT)
-        assert zftune(folder, "daemon", "stop").returncode == 0
-        assert daemon.ends() == 0
-
-
 def test_a_second_daemon_is_refused_and_a_killed_one_replaced(folder: Path) -> None:
-    with serving(folder, module=COMMAND) as daemon:
+    with serving(folder) as daemon:
         assert mode(daemon.path) == 0o600
         ended = zftune(folder, "daemon", "start")
         assert (ended.returncode, ended.stdout) == (1, "")
         held = f"zftune: another daemon (pid {daemon.process.pid}) serves '{daemon.path}' already"
         assert ended.stderr == f"{held} (no run); end it with: zftune daemon stop\n"
-        assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
         daemon.signal(signal.SIGKILL)
         assert daemon.ends() == -signal.SIGKILL
         assert daemon.path.exists()
-        assert "no daemon serves" in zftune(folder, "daemon", "status").stderr
     with serving(folder) as daemon:
         assert status_of(exchange(daemon.path, get("/v1/health"))) == 200
         daemon.signal()
         assert daemon.ends() == 0
     assert not daemon.path.exists()
     assert not daemon.path.with_name("z.sock.lock").exists()
-
-
-def test_two_daemons_at_once_make_one(folder: Path) -> None:
-    other = folder / "other"
-    other.mkdir()
-    with begun(folder) as first, begun(other, more={"ZFTUNE_SOCKET": str(folder / "z.sock")}) as second:
-        daemons = {os.pidfd_open(daemon.process.pid): daemon for daemon in (first, second)}
-        (descriptor,), _, _ = select.select(list(daemons), [], [], SOON_S)
-        loser = daemons[descriptor]
-        assert loser.ends() == 1
-        (winner,) = (daemon for daemon in (first, second) if daemon is not loser)
-        assert winner.told().startswith("READY=1")
-        assert status_of(exchange(folder / "z.sock", get("/v1/health"))) == 200
-        winner.signal()
-        assert winner.ends() == 0
-        for one in daemons:
-            os.close(one)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import struct
 import subprocess
@@ -13,7 +12,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from fcntl import ioctl
 from io import StringIO
 from pathlib import Path
@@ -22,29 +20,31 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.daemon.daemons import SOON_S, environment, short_folder
-from tests.zftune.daemon.scripted import EVIL, START, Training, training_under
-from tests.zftune.daemon.test_runs_command import teller
-from zftune.cli import top
-from zftune.cli.top import Frame, frame, look, most_rows
+from tests.zftune.daemon.daemons import SOON_S, environment
+from tests.zftune.daemon.in_process import Application, Client, answers, teller, trainings
+from tests.zftune.daemon.scripted import EVIL, Training, training_under
+from zftune.cli.top import Frame, frame, look
 from zftune.daemon.client.http import DaemonClient
 
 LEAVES = b"\x1b[?1049l"
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[list[Training]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Application, list[Training]]]:
     """One run that trains, and one that has ended."""
-    with short_folder() as made, training_under(made, "meta-llama/Llama-2-7b-hf", EVIL) as (_, runs):
-        runs[1].goodbye()
-        yield runs
+    with trainings(tmp_path_factory.mktemp("store"), "meta-llama/Llama-2-7b-hf", EVIL) as found:
+        found[1][1].goodbye()
+        yield found
 
 
-@pytest.fixture(scope="module")
-def client(runs: list[Training]) -> Iterator[DaemonClient]:
-    assert isinstance(runs[0].transport, DaemonClient)
-    with DaemonClient(runs[0].transport.path) as client:
-        yield client
+@pytest.fixture
+def runs(found: tuple[Application, list[Training]]) -> list[Training]:
+    return found[1]
+
+
+@pytest.fixture
+def client(found: tuple[Application, list[Training]]) -> DaemonClient:
+    return Client(found[0])
 
 
 def drawn(found: Frame, width: int, height: int) -> list[str]:
@@ -76,39 +76,6 @@ def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Tr
         assert expected in below, below
 
 
-def test_a_wide_terminal_has_reasons_beside_their_runs(client: DaemonClient, runs: list[Training]) -> None:
-    found = look(client, None, 50)
-    lines = drawn(found, 200, 50)
-    assert "last decision" in lines[1]
-    assert lines[2].startswith(f"{runs[0].called} ")
-    assert found.shown[0]["decisions"][-1]["reason"][:60] in lines[2]
-    assert lines[3].startswith(f"{runs[1].called} ")
-
-
-def test_settings_stand_beside_their_own_time(client: DaemonClient) -> None:
-    found = json.loads(json.dumps(look(client, None, 50).shown[0]))
-    run = found["run"]
-    run["incumbent"] = run["knobs"] = START.knobs()
-    tried = {**START.knobs(), "topk_ratio": 0.3}
-    assert f", {top.knobs(START.knobs())}  (" in top.line(run)
-    run["knobs"] = tried
-    assert f", {top.knobs(tried)} (the best so far: {top.knobs(START.knobs())})  (" in top.line(run)
-    shown = Frame(source="s", runs=[run], shown=[{**found, "run": run}], looked_at=None)
-    assert "k0.3" in drawn(shown, 200, 50)[2]
-
-
-def test_what_has_no_room_is_shown_by_what_it_names(client: DaemonClient) -> None:
-    found = json.loads(json.dumps(look(client, None, 50).shown[0]))
-    found["run"]["notices"] = ["First of all.", "Then the second."]
-    few = drawn(Frame(source="s", runs=[found["run"]], shown=[found], looked_at=found), 100, 18)
-    assert any("and 1 more: zftune runs show" in line for line in few), few
-    console = Console(width=100, file=StringIO())
-    console.print(top.whole(found, 100))
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "First of all." in printed
-    assert "Then the second." in printed
-
-
 def many(found: Frame) -> Frame:
     """More runs, decisions, trials, notices and knobs than any screen has room for."""
     one: dict[str, Any] = json.loads(json.dumps(found.shown[0]))
@@ -137,22 +104,15 @@ def test_everything_fits(client: DaemonClient, size: tuple[int, int]) -> None:
     assert {"decisions", "settings"} <= {line.split("  ")[0] for line in lines}
 
 
-def test_rows_leave_room_for_one_run() -> None:
-    assert [most_rows(height) for height in (5, 24, 60)] == [1, 5, 23]
-
-
 def test_nothing_of_a_run_is_markup(client: DaemonClient) -> None:
     shown = "\n".join(drawn(look(client, "a2", 50), 200, 50))
     assert "</script><img src=x onerror=alert(1)>[red]\\x1b[2J" in shown
 
 
 def test_a_page_is_printed_once_into_a_pipe(
-    client: DaemonClient,
-    runs: list[Training],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    found: tuple[Application, list[Training]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ZFTUNE_SOCKET", str(client.path))
+    answers(found[0], monkeypatch)
     monkeypatch.setenv("COLUMNS", "80")
     tell = teller(capsys)
     for arguments in ([], ["--once"], ["a2"]):
@@ -160,7 +120,7 @@ def test_a_page_is_printed_once_into_a_pipe(
         assert (code, err) == (0, "")
         assert out.startswith("zftune top  1 run and 1 ended on ")
         assert "\x1b" not in out
-    assert f"{runs[1].called}  </script>" in out
+    assert f"{found[1][1].called}  </script>" in out
     document = json.loads(tell("top", "--json", "-")[1])
     assert document["schema"] == "zftune.top/1"
     assert [one["run"]["state"] for one in document["runs"]] == ["frozen", "ended"]
@@ -173,11 +133,6 @@ def test_a_page_is_printed_once_into_a_pipe(
         code, out, err = tell("top", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert sentence in err
-    monkeypatch.setenv("ZFTUNE_SOCKET", f"{client.path}x")
-    code, out, err = tell("top")
-    assert (code, out) == (1, "")
-    absent = f"zftune: no daemon serves '{client.path}x', start one with: zftune daemon start"
-    assert err == f"{absent}; all runs of the store: zftune runs list --all\n"
 
 
 class Terminal:
@@ -219,7 +174,7 @@ class Terminal:
         os.close(self._inside)
 
 
-def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
+def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path, every_fault: None) -> None:
     with training_under(folder, "gpt2") as (daemon, (training,)):
         terminal = Terminal(folder, "top", "--interval-s", "0.1")
         try:
@@ -239,39 +194,3 @@ def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path)
             assert b"Traceback" not in terminal.seen
         finally:
             terminal.close()
-
-
-def test_words_for_figures() -> None:
-    assert [top.step_ms(ms) for ms in (None, 0.5, 80.44, 7012.3)] == ["–", "0.50", "80.4", "7012"]
-    assert [top.count(steps) for steps in (7, 999_999, 12_345_678, 2_500_000_000)] == [
-        "7",
-        "999999",
-        "12.35M",
-        "2.5G",
-    ]
-    assert top.knobs(START.knobs(), few=True) == "k0.1 S4 L4 r1"
-    assert top.knobs({**START.knobs(), "overlap_step": False}) == "k 0.1 S 4 L 4 r 1 host_threads 1 overlap_step off"
-    assert top.knobs(None) == top.gain(None) == "–"
-    assert top.gain({"share": 0.2, "error": 0.0141, "text": "20 ± 1%"}) == "20 ± 1%"
-    run = {"step_ms": 200.0, "stall_ms": {"h2d": 10.0, "host": 50.0, "data": 0.0}}
-    assert top.stalls(run) == (("host", 0.25), ("h2d", 0.05))
-    decision = top.decision({"at_unix_s": 0.0, "kind": "keep", "title": "not adopted", "reason": "\x1b[2J\n[red]"})
-    assert decision.endswith("  not adopted  \\x1b[2J\\n[red]")
-    assert top.stalls({"step_ms": None, "stall_ms": {"h2d": 1.0}}) == ()
-
-
-def test_a_runs_loss_and_what_its_speed_may_cost(client: DaemonClient, runs: list[Training]) -> None:
-    found = look(client, None, 50)
-    one: dict[str, Any] = json.loads(json.dumps(found.looked_at))
-    one["run"]["losses"] = {"sentence": "3.54 → 2.18 ± 0.05, falling"}
-    one["run"]["coverage"] = {"measured": 0.13, "assumed": 0.89, "warning": "A sentence."}
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "loss  3.54 → 2.18 ± 0.05, falling" in below
-    assert re.search(r"coverage  13% where 89% is assumed: update_interval \d+.* was adopted", below)
-    one["run"]["knobs"] = START.knobs()  # as while it is measured again
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "coverage  13% where 89% is assumed: raise topk_ratio, lower update_interval" in below
-    one["run"]["coverage"]["warning"] = one["run"]["losses"] = None
-    below = "\n".join(drawn(replace(found, looked_at=one), 80, 50))
-    assert "loss  " not in below
-    assert "coverage" not in below

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import by_day
 from tests.zftune.store.servers import Server, emptied, served
 from zftune.store import open_store
 from zftune.store.store import Store
@@ -45,9 +46,9 @@ def server() -> Iterator[Server]:
     yield from served()
 
 
-@pytest.fixture(params=["file", "server"])
+@pytest.fixture(params=by_day(["file"], all_of=["file", "server"]))
 def url(request: pytest.FixtureRequest, path: Path) -> str:
-    """Of a store: what holds of one holds of the other."""
+    """Of a store: what holds of one holds of the other. By day test_runs.py and test_servers.py ask the server."""
     return str(path) if request.param == "file" else emptied(request.getfixturevalue("server"))
 
 

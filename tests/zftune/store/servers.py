@@ -8,12 +8,11 @@ import pwd
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,34 +128,6 @@ class Server:
                 time.sleep(_LOOK_S)
             else:
                 return
-
-    def start_with_tls(self, names: Sequence[str]) -> list[Path]:
-        """Start it on the loopback interface, with a certificate for "localhost".
-
-        Args:
-            names: of files for certificates, all signed by themselves; the first one is the server's.
-
-        Returns:
-            The certificates.
-        """
-        found = []
-        for name in names:
-            certificate = self.folder / f"{name}.pem"
-            key = certificate.with_suffix(".key")
-            subprocess.run(
-                ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-                 "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
-                 "-keyout", key, "-out", certificate],
-                check=True, capture_output=True,
-            )  # fmt: skip
-            if self._user:
-                os.chown(key, self._user["user"], self._user["group"])
-            found.append(certificate)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        files = {"ssl_cert_file": str(found[0]), "ssl_key_file": str(found[0].with_suffix(".key"))}
-        self.start(listen_addresses="127.0.0.1", port=port, ssl="on", **files)
-        return found
 
     def kill(self) -> None:
         """End it as a loss of power would, but for what the kernel has to write yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -16,8 +15,7 @@ import pytest
 
 from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.store import open_store
-from zftune.store.account import Account, Count, Counter, Heart, Pulse, beat_of, saved_in_words, saved_with_error
-from zftune.store.locks import RunLocks
+from zftune.store.account import Account, Count, Counter, saved_in_words, saved_with_error
 from zftune.store.store import Store, goes_on
 from zftune.store.types import Run, RunState, TrialState
 
@@ -38,22 +36,6 @@ def test_it_breaks_even_where_the_savings_reach_the_cost() -> None:
     found = more(found, (8, 8, 0.2))
     assert found.break_even_s == pytest.approx(22 + 4)
     assert found.remaining_s(0.2) is None
-
-
-def test_what_is_spent_later_has_to_be_won_again() -> None:
-    found = more(Account(), (1, 0, 0), (2, 2, 0.5))
-    assert found.break_even_s == pytest.approx(2)
-    found = more(found, (3, 0, 0.5))
-    assert found.break_even_s is None
-    assert found.remaining_s(0.5) == pytest.approx(2)
-    found = more(found, (4, 4, 0.5))
-    assert found.break_even_s == pytest.approx(8)
-
-
-def test_a_challenger_that_is_measured_saves_what_the_incumbent_would() -> None:
-    found = more(Account(), (10, 6, 0.25))
-    assert found.total.spent_s == 4
-    assert found.total.saved_s == pytest.approx(2)
 
 
 def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
@@ -83,19 +65,6 @@ def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
     assert saved_with_error(saved_s(0.102), None) == "about 31.9 s"
 
 
-@pytest.mark.parametrize("gain", [0.0, -0.01])
-def test_without_a_gain_it_never_breaks_even(gain: float) -> None:
-    found = more(Account(), (5, 4, 0), (100, 100, gain))
-    assert found.break_even_s is None
-    assert found.remaining_s(gain) is None
-
-
-def test_what_cost_nothing_was_even_from_the_beginning() -> None:
-    found = more(Account(), (5, 5, 0), (5, 5, 0.1))
-    assert found.break_even_s == 0
-    assert found.remaining_s(0.1) is None
-
-
 # --- whose count holds ------------------------------------------------------------------------------------------------
 
 
@@ -108,11 +77,6 @@ def test_the_later_count_of_a_process_holds_and_processes_add_up() -> None:
     assert (found.total.steps, found.total.seconds, found.total.spent_s) == (40, 17.0, 1.0)
     assert found.taken("one", Count(seconds=99.0)) == found  # a file that was left
     assert Account.of(json.loads(json.dumps(asdict(found)))) == found
-
-
-def test_a_count_below_zero_is_none() -> None:
-    with pytest.raises(ValueError, match="below 0"):
-        Count(seconds=-1.0)
 
 
 def test_a_counter_spends_what_a_try_took_beyond_the_incumbent_once_it_is_over() -> None:
@@ -201,19 +165,6 @@ def test_a_setting_crashed_where_it_ran_when_the_training_ended(tmp_path: Path, 
         assert state_of(store, run)[1] is (TrialState.VOID if trial is None else TrialState.CRASHED)
 
 
-def test_a_process_that_takes_a_run_over_has_the_count_of_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "zftune.db"
-    run, _ = a_run(path)
-    with training(path, run, None), open_store(str(path)) as store:
-        taken = store.resume_run(run.run_id)
-        before = store.account(run.run_id)
-        assert before is not None
-        store.renew_lease(taken, account=before.taken("q" * 32, Count(steps=3, seconds=30.0)))
-        found = store.account(run.run_id)
-        assert found is not None
-        assert (found.total.steps, found.total.seconds) == (10, 100.0)
-
-
 def test_a_file_that_is_no_count_is_none(tmp_path: Path) -> None:
     path = tmp_path / "zftune.db"
     run, _ = a_run(path)
@@ -221,42 +172,3 @@ def test_a_file_that_is_no_count_is_none(tmp_path: Path) -> None:
         (tmp_path / "zftune.db.runs" / f"{run.run_id}.training").write_text(text)
         with open_store(str(path)) as store:
             assert store.account(run.run_id) is None
-
-
-def test_nothing_is_written_where_the_run_is_not(tmp_path: Path) -> None:
-    path = tmp_path / "zftune.db"
-    pulse = Pulse(RunLocks(path), "f" * 32, "p" * 32)  # in a container the daemon's path may be another folder
-    pulse.beat(Count(), None)
-    pulse.close(remove=True)
-    assert list(tmp_path.iterdir()) == []
-    assert RunLocks(path).read("f" * 32) == ""
-
-
-def test_a_training_that_searches_itself_beats_while_its_store_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zftune.store.account.BEAT_S", 0.02)
-    path, steps = tmp_path / "zftune.db", itertools.count(1)
-    living = RunLocks(path)
-
-    def beat(after: int = 0) -> tuple[int, int | None]:
-        """The steps and the trial of the first one that is heard of with more steps."""
-        ends = time.monotonic() + 30
-        while (found := beat_of(living, run.run_id)) is None or found.count.steps <= after:
-            assert time.monotonic() < ends
-            time.sleep(0.002)
-        return found.count.steps, found.trial
-
-    with open_store(str(path)) as store:
-        run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-        heart = Heart(store.pulse(run), lambda: Count(steps=next(steps)))
-        known, trial = beat(after=3)
-        assert trial is None
-        heart.tries(2)
-        assert beat(known)[1] == 2  # at once
-        assert beat(known + 3)[1] == 2  # no beat forgets what runs
-        assert living.lives(f"{run.run_id}.training")
-    assert living.lives(f"{run.run_id}.training") is False
-    last = beat()
-    heart.tries(None)
-    assert beat() == last

@@ -15,11 +15,9 @@ from tests import upstream_ops, zygote
 from tests.tiers import everything
 from tests.zftune.store.examples import KNOBS
 from zenflow import ZenFlowConfig
-from zftune.ds_config.reading import read
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.presets import Applied, apply
 
-ROOT = Path(__file__).parents[3]
 DS_CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "bf16": {"enabled": True},
@@ -138,13 +136,6 @@ def test_what_upstream_fails_on_is_left_out_and_said() -> None:
         assert says(made, part)
 
 
-def test_offloading_brings_zero_with_it() -> None:
-    made = applied({key: value for key, value in DS_CONFIG.items() if key != "zero_optimization"})
-    assert made.config["zero_optimization"]["stage"] == 2
-    assert made.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    assert says(made, "zero_optimization.stage is 2")
-
-
 @pytest.mark.parametrize(
     ("path", "value", "part"),
     [
@@ -163,16 +154,6 @@ def test_offloading_brings_zero_with_it() -> None:
 def test_what_upstream_cannot_train_is_refused(path: str, value: Any, part: str) -> None:
     with pytest.raises(BadInputError, match=re.escape(part)):
         applied(changed(path, value))
-
-
-def test_bad_files(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    for content, part in (("[]", "holds no JSON object"), ("{", "is neither JSON"), (None, "cannot be read")):
-        path.unlink(missing_ok=True)
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(BadInputError, match=part):
-            read(str(path))
 
 
 @pytest.mark.skipif(not everything(), reason="before a release: it trains with DeepSpeed")

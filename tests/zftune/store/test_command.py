@@ -155,14 +155,6 @@ def _spoilt(file: Path) -> Path:
     return file
 
 
-def test_nothing_is_imported_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(document_of(replace(PRESET, name="mine"))))
-    monkeypatch.setenv("ZFTUNE_DB", "/dev/null/zftune.db")
-    assert "$ZFTUNE_DB cannot be used" in fails("import", file, code=1)
-    assert "$ZFTUNE_DB cannot be used" in call("list").stderr
-
-
 def searched(store: Store) -> None:
     """A run with a trial in every state, and one of another machine."""
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
@@ -233,24 +225,6 @@ def test_apply_writes_a_ds_config(tmp_path: Path) -> None:
     assert json.loads(printed.stdout) == tuned
 
 
-def test_apply_leaves_the_rest_of_the_file_alone(tmp_path: Path) -> None:
-    saved(local(name="mine"))
-    own = json.dumps(DS_CONFIG, indent=4).replace('"stage": 2', '"stage":  2.0')
-    (tmp_path / "own.json").write_text(own + "\n\n")
-    made = call("apply", tmp_path / "own.json", "-o", "-", "--preset", "mine").stdout
-    lines = [line.rstrip(",") for line in made.splitlines()]
-    assert {line.rstrip(",") for line in own.splitlines()} <= set(lines)
-    assert '            "update_interval": 4' in lines
-    assert made.endswith("}\n\n")
-
-
-def test_apply_refuses_a_name_that_stands_twice(tmp_path: Path) -> None:
-    saved(local(name="mine"))
-    (tmp_path / "own.json").write_text(json.dumps(DS_CONFIG)[:-1] + ', "bf16": {"enabled": true}}')
-    sentence = fails("apply", tmp_path / "own.json", "-o", tmp_path / "x.json", "--preset", "mine")
-    assert sentence.endswith("own.json' cannot be read: bf16 stands twice in one section")
-
-
 @pytest.mark.parametrize(
     ("preset", "config", "options", "part"),
     [
@@ -277,29 +251,6 @@ def test_a_preset_for_something_else_is_refused_or_provisional(
         in call(*arguments, "--provisional").stderr
     )
     assert out.exists()
-
-
-def test_a_file_is_provisional(tmp_path: Path) -> None:
-    file = tmp_path / "theirs.json"
-    file.write_text(json.dumps(document_of(local(name="theirs"))))
-    result = call("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", file)
-    assert "note: provisional: the preset was imported, not measured here" in result.stderr
-
-
-def test_what_the_user_does_not_say_is_not_compared(tmp_path: Path) -> None:
-    saved(local(name="mine"))
-    config = ds_config(tmp_path, bf16={"enabled": "auto"}, train_micro_batch_size_per_gpu="auto")
-    told = call("apply", config, "-o", tmp_path / "tuned.json", "--preset", "mine").stderr
-    assert "does not tell the model (--model), the sequence (--sequence), the micro-batch, the number of GPUs" in told
-
-
-def test_a_preset_of_which_deepspeed_can_do_nothing_changes_nothing_and_says_so(tmp_path: Path) -> None:
-    told = "note: nothing has changed: DeepSpeed can do nothing of this preset"
-    saved(local(name="mine"), local(name="late", knobs={**KNOBS, "topk_ratio": 0.0, "update_interval": 4}))
-    assert told not in call("apply", ds_config(tmp_path), "-o", tmp_path / "tuned.json", "--preset", "mine").stderr
-    result = call("apply", ds_config(tmp_path), "-o", tmp_path / "same.json", "--preset", "late")
-    assert told in result.stderr
-    assert json.loads((tmp_path / "same.json").read_text()) == json.loads(Path(ds_config(tmp_path)).read_text())
 
 
 def test_best_is_of_this_hardware_and_model(tmp_path: Path) -> None:
@@ -340,11 +291,6 @@ def test_paths_are_checked_first(tmp_path: Path) -> None:
 # --- removing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_sequence_has_a_token_or_more(tmp_path: Path) -> None:
-    said = fails("apply", "ds.json", "--preset", "best", "-o", tmp_path / "x.json", "--sequence", "0")
-    assert said == "--sequence is 0; it must be an integer >= 1"
-
-
 def test_rm_and_restore(path: Path, tmp_path: Path) -> None:
     saved(replace(PRESET, name="mine"))
     assert "--yes is needed" in fails("rm", "mine")
@@ -359,26 +305,3 @@ def test_rm_and_restore(path: Path, tmp_path: Path) -> None:
     assert "--json needs --list" in fails("restore", "--yes", "--json", tmp_path / "list.json")
     assert f"{names[0]} is back" in call("restore", "--yes").output
     assert "mine" in call("list").output
-
-
-def test_restore_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(replace(PRESET, name="mine"))
-    monkeypatch.setattr("zftune.cli.presets._is_asked", lambda: True)
-    call("rm", "mine", code=1, input="n\n")
-    assert "mine" in call("list").output
-    call("rm", "mine", input="y\n")
-    assert "mine" not in call("list").output
-
-
-def test_a_store_without_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "none was made yet" in fails("restore", "--yes")
-    monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
-    assert "has no backups: only a SQLite file has" in fails("restore", "--yes")
-
-
-def test_a_name_can_be_copied_from_a_table_of_80_columns() -> None:
-    model = replace(MODEL, name="a-very-long-organisation/Meta-Llama-3.1-70B-Instruct-of-somebody")
-    (name,) = saved(replace(PRESET, name="", model=model))
-    lines = call("list", env={"COLUMNS": "80"}).output.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines if name in line] == [name]

@@ -154,10 +154,6 @@ def refused(store: Store, path: Path) -> str:
     return message
 
 
-def test_there_are_enough() -> None:
-    assert len(HOSTILE) + len(SPECIAL) >= 50
-
-
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from zftune.store import open_store
@@ -236,10 +232,3 @@ def test_what_cannot_be_exported_cannot_be_kept() -> None:
 def test_text_is_written_out_where_it_could_do_harm() -> None:
     assert escaped("Qwen2.5 – Größe 7B 模型") == "Qwen2.5 – Größe 7B 模型"
     assert escaped("a\x1b[31m\u202e\n\ud800") == "a\\x1b[31m\\u202e\\n\\ud800"
-
-
-def test_a_file_from_before_ranks_were_sharded(tmp_path: Path) -> None:
-    document = without("key.nodes")
-    del document["key"]["shards"]
-    (tmp_path / "theirs.json").write_text(json.dumps(document))
-    assert read_preset(tmp_path / "theirs.json").key == PRESET.key

@@ -18,7 +18,7 @@ from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.store.types import LEASE_S, RunState, TrialState
+from zftune.store.types import LEASE_S, TrialState
 
 
 def fly(path: str, told: Connection, *, child: bool = False) -> None:
@@ -66,35 +66,6 @@ def test_a_killed_run_is_over_at_once(path: Path, store: Store, how: str) -> Non
     assert list((path.parent / f"{path.name}.runs").iterdir()) == []
 
 
-def hang(path: str, told: Connection) -> None:
-    """Begin a run, and wait to be killed where its lock is there and its row is not."""
-    with open_store(path) as store:
-
-        def write(work: object) -> None:
-            told.send(None)
-            signal.pause()
-
-        store._database.write = write  # type: ignore[assignment,method-assign]
-        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-
-
-def test_the_lock_of_a_process_that_was_killed_before_its_run_was_written_is_removed(path: Path, store: Store) -> None:
-    context = zygote.context()
-    mine, others = context.Pipe()
-    process = context.Process(target=hang, args=(str(path), others))
-    process.start()
-    assert mine.poll(60)
-    folder = path.parent / f"{path.name}.runs"
-    own = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-    assert store.reap() == []
-    assert len(list(folder.iterdir())) == 2  # it may still write it
-    process.kill()
-    process.join()
-    assert store.reap() == []
-    assert [one.name for one in folder.iterdir()] == [own.run_id]
-    store.finish_run(own)
-
-
 def test_a_run_that_this_store_holds_is_not_taken_over(path: Path, store: Store) -> None:
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
     with pytest.raises(StoreError, match="is still running"):
@@ -128,30 +99,6 @@ def test_of_many_threads_that_want_a_dead_run_one_gets_it(path: Path, store: Sto
     with open_store(str(path)) as other:
         assert other.reap() == []
     store.add_trial(run, KNOBS, source="search")
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # that threads may hold locks is what it is about
-def test_a_forked_child_can_hold_runs_of_its_own(path: Path, store: Store) -> None:
-    with store._living._taking:  # by another thread of the parent
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            taken = store._living.take("0" * 32)
-            os._exit(0 if taken is not None and not taken.died else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-def test_a_live_run_outlives_its_lease(path: Path, store: Store, clock: Clock) -> None:
-    run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-    assert store.lease_left_s(run.run_id) == 0  # the lock tells
-    clock.now += LEASE_S + 1
-    with open_store(str(path), clock=clock) as other:
-        assert other.reap() == store.reap() == []
-        with pytest.raises(StoreError, match="is still running"):
-            other.resume_run(run.run_id)
-        store.close()
-        assert [one.run_id for one in other.reap()] == [run.run_id]
-        assert other.runs()[0].state is RunState.LOST
 
 
 def test_a_forked_child_does_not_keep_its_parents_run_alive(path: Path, store: Store) -> None:

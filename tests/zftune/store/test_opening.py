@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import shutil
 import sqlite3
 import stat
@@ -16,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import zygote
+from tests.tiers import by_day
 from tests.zftune.store.examples import PRESET
 from zftune.doctor.software import store_check
-from zftune.errors import StoreError
 from zftune.store import open_store
-from zftune.store.files import backups, locked
-from zftune.store.location import file_system, locate, meant_by, node_local, settled
+from zftune.store.files import backups
+from zftune.store.location import locate, meant_by, settled
 from zftune.store.opening import HEAD
 from zftune.store.store import Store
 
@@ -116,17 +116,6 @@ def test_a_relative_path_stays_what_it_was_meant_to_be(tmp_path: Path, monkeypat
         works_in_memory(store)
 
 
-def test_a_file_that_was_removed_is_noticed(path: Path, store: Store) -> None:
-    found = [store.is_there]
-    path.rename(path.with_name("aside"))
-    found.append(store.is_there)
-    path.touch()
-    found.append(store.is_there)
-    assert found == [True, False, False]
-    with open_store("sqlite://") as in_memory:
-        assert in_memory.is_there
-
-
 @pytest.mark.parametrize(
     "url", ["sqlite://", "sqlite:///:memory:", "sqlite:///", "file::memory:", "file:x?mode=memory"]
 )
@@ -134,13 +123,6 @@ def test_a_database_in_memory_if_asked_for(url: str) -> None:
     with open_store(url) as store:
         assert "asks for a database in memory" in one_notice(store)
         works_in_memory(store)
-
-
-def test_settings_of_the_connection(path: Path, store: Store) -> None:
-    with store._database.engine.connect() as connection:
-        asked = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-        found = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in asked}
-    assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 60_000}
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
@@ -157,20 +139,6 @@ def test_a_corrupt_file_is_left_as_it_is(path: Path, content: bytes) -> None:
         works_in_memory(store)
     assert path.read_bytes() == content
     assert backups(path) == []
-
-
-def test_a_page_in_the_middle_that_is_corrupt(path: Path) -> None:
-    with open_store(str(path)) as store:
-        for _ in range(20):
-            store.save_preset(PRESET)
-    data = bytearray(path.read_bytes())
-    data[4096 * 3 : 4096 * 12] = b"\xa5" * (4096 * 9)
-    path.write_bytes(data)
-    before = digest(path)
-    with open_store(str(path)) as store:
-        assert "is corrupt" in one_notice(store)
-        works_in_memory(store)
-    assert digest(path) == before
 
 
 def test_a_newer_schema_is_not_opened(path: Path, store: Store) -> None:
@@ -198,16 +166,6 @@ def test_another_programs_database_is_not_opened(path: Path) -> None:
 def test_a_place_that_cannot_be_written(value: str) -> None:
     with open_store(value) as store:
         assert one_notice(store).startswith("$ZFTUNE_DB ")
-        works_in_memory(store)
-
-
-def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> Path:
-        raise RuntimeError("no home")
-
-    monkeypatch.setattr(Path, "home", nobody)
-    with open_store(environment={}) as store:
-        assert "there is no home folder" in one_notice(store)
         works_in_memory(store)
 
 
@@ -239,7 +197,7 @@ READ_ONLY = """
 """
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["empty", "with a database"])
+@pytest.mark.parametrize("there", by_day([True], all_of=[False, True]))
 def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -262,19 +220,13 @@ def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
     assert ("what it holds is read" in notice) == there
 
 
-def test_a_lock_that_is_never_given_back(path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zftune.store.files.LOCK_TIMEOUT_S", 0.1)
-    with locked(path), open_store(str(path)) as other:
-        assert "another process does not give its lock back" in one_notice(other)
-        assert not other.is_kept
-
-
 FULL = """
     import resource, signal
     from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
     from zftune.errors import StoreError
     from zftune.store import open_store
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, MOST))
     store = open_store(PATH)
     print(len(store.notices), store.is_kept)
     try:
@@ -288,16 +240,8 @@ FULL = """
 
 def limited(path: Path, limit_bytes: int) -> list[str]:
     """The program's lines, where no file may grow beyond a limit: as on a disk that is full."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FULL).replace("PATH", repr(str(path)))],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    code = textwrap.dedent(FULL).replace("PATH", repr(str(path))).replace("MOST", str(limit_bytes))
+    return zygote.run(["-c", code], check=True, cwd=ROOT).stdout.splitlines()
 
 
 def test_a_disk_that_fills_up(path: Path) -> None:
@@ -307,27 +251,6 @@ def test_a_disk_that_fills_up(path: Path) -> None:
     with open_store(str(path)) as store:
         assert store.notices == []
         assert len(store.runs()) == int(count) > 0
-
-
-def test_a_disk_that_is_full_already(path: Path) -> None:
-    opened, *_ = limited(path, 20_000)
-    assert opened == "1 False"
-
-
-def test_a_full_database_keeps_what_it_had(store: Store) -> None:
-    store.save_preset(PRESET)
-    with store._database.engine.connect() as connection:
-        pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
-        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
-
-    def fill() -> None:
-        for _ in range(1000):
-            store.save_preset(PRESET)
-
-    with pytest.raises(StoreError, match=r"could not be written \(database or disk is full\)"):
-        fill()
-    assert len(store.presets()) >= 1
-    assert store.remove_preset(store.presets()[0].name)
 
 
 # --- network file systems ---------------------------------------------------------------------------------------------
@@ -371,22 +294,6 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
     with open_store(str(path), root=mounts(tmp_path / "root", {str(path.parent): "nfs"})) as store:
         assert "kept in memory" in one_notice(store)
         works_in_memory(store)
-
-
-def test_node_local_folders_are_local(tmp_path: Path) -> None:
-    assert [str(one) for one in node_local(7, mounts(tmp_path / "a", {}))] == [
-        "/var/tmp/zftune-7/zftune.db",
-        "/tmp/zftune-7/zftune.db",
-    ]
-    assert [str(one.parent.parent) for one in node_local(7, mounts(tmp_path / "b", {"/var": "nfs"}))] == ["/tmp"]
-
-
-def test_the_innermost_mount_counts(tmp_path: Path) -> None:
-    inner = tmp_path / "with space"
-    inner.mkdir()
-    root = mounts(tmp_path / "root", {str(tmp_path): "nfs", str(inner).replace(" ", "\\040"): "xfs"})
-    assert (file_system(tmp_path, root), file_system(inner / "x", root)) == ("nfs", "xfs")
-    assert file_system(tmp_path, tmp_path / "no such root") is None
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.zftune.store.conftest import Clock
-from tests.zftune.store.examples import EVIDENCE, HARDWARE, KEY, KNOBS, MODEL, PRESET, other
+from tests.zftune.store.examples import EVIDENCE, HARDWARE, KEY, KNOBS, PRESET, other
 from zftune.cli.presets import facts
 from zftune.errors import StoreError
 from zftune.store import open_store
@@ -54,16 +54,6 @@ def test_what_was_saved_is_there_after_opening_again(store: Store, url: str, clo
         assert again.preset("llama-2-7b-hf-a100-sxm4-40gb-published") == kept
     assert kept == replace(PRESET, name=kept.name, created_unix_s=clock.now)
     assert kept.evidence.gain == pytest.approx(0.6)
-
-
-def test_names_are_unique(store: Store) -> None:
-    names = [store.save_preset(replace(PRESET, name="mine")).name for _ in range(3)]
-    assert names == ["mine", "mine-2", "mine-3"]
-
-
-def test_a_model_loses_the_folders_that_it_was_loaded_from(store: Store) -> None:
-    store.save_preset(replace(PRESET, model=replace(MODEL, name="/home/somebody/models/mine/")))
-    assert store.presets()[0].model.name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -145,34 +135,6 @@ def test_the_nearest_by_ratios_is_provisional_with_its_distance(store: Store) ->
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ({}, "ranks 4 instead of 1; ranks that share each weight 4 instead of 1"),
-        ({"world_size": 4}, "(ranks that share each weight 4 instead of 1)"),
-        ({"world_size": 4, "shards": 4, "nodes": 2}, "(nodes 1 instead of 2)"),
-    ],
-)
-def test_what_four_sharded_ranks_found_is_only_looked_at_elsewhere(
-    store: Store, key: dict[str, Any], said: str
-) -> None:
-    store.save_preset(other(world_size=4, shards=4))
-    match = found(store, replace(KEY, **key), ratios=PRESET.ratios)
-    assert match.provisional
-    assert said in match.reason
-
-
-def test_ranks_in_words() -> None:
-    kinds = {"world_size": 4}, {"world_size": 4, "shards": 4, "nodes": 2}, {"world_size": 8, "shards": 4}
-    assert [replace(KEY, **kind).ranks for kind in ({}, *kinds)] == [  # type: ignore[arg-type]
-        "1 rank",
-        "4 ranks, state replicated",
-        "4 ranks on 2 nodes, state sharded",
-        "8 ranks, state sharded over 4",
-    ]
-    assert replace(KEY, backend="deepspeed", world_size=4).ranks == "4 ranks"  # its stage says how
-
-
-@pytest.mark.parametrize(
     ("preset", "query"),
     [
         (other(hw_id="1" * 16, ratios=Ratios(4.1, 0.5)), {}),  # more than a factor of 2
@@ -233,17 +195,3 @@ def test_removing(store: Store) -> None:
     assert store.remove_preset(name)
     assert not store.remove_preset(name)
     assert store.presets() == []
-
-
-def test_what_a_file_says_replaces_nothing_that_was_found_out_here(store: Store) -> None:
-    store.save_preset(PRESET)
-    lie = replace(PRESET, name="lie", imported=True, hardware=replace(HARDWARE, gpu="Another", rig="a rig"))
-    store.save_preset(lie)
-    assert {preset.hardware.gpu for preset in store.presets()} == {HARDWARE.gpu}
-    assert {preset.hardware.rig for preset in store.presets()} == {None}
-
-
-def test_what_is_found_out_here_replaces_what_a_file_said(store: Store) -> None:
-    store.save_preset(replace(PRESET, imported=True, hardware=replace(HARDWARE, gpu="Another", rig="a rig")))
-    store.save_preset(PRESET)
-    assert {preset.hardware for preset in store.presets()} == {HARDWARE}

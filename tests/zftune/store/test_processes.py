@@ -8,8 +8,6 @@ import random
 import textwrap
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -18,12 +16,11 @@ import pytest
 from tests import zygote
 from tests.tiers import by_day
 from tests.zftune.store import writers
-from tests.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
 from zftune.store import open_store
 from zftune.store.types import RunState, TrialState
 
-PROCESSES = 8
-KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("4", all_of="20")))
+PROCESSES = by_day(3, all_of=8)
+KILLS = int(os.environ.get("ZFTUNE_KILLS", by_day("2", all_of="10")))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +30,7 @@ def context() -> ForkServerContext:
 
 
 @pytest.mark.timeout(120)
-def test_eight_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
+def test_many_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
     begin = tmp_path / "begin"
     processes = [
         context.Process(target=writers.tune, args=(str(path), number, str(begin))) for number in range(PROCESSES)
@@ -65,10 +62,10 @@ def killed(context: ForkServerContext, path: Path, log: Path, moment: random.Ran
     """Let a search run for a while, kill it, and return what was acknowledged to it."""
     process = context.Process(target=writers.search, args=(str(path), str(log)))
     process.start()
-    until = time.monotonic() + 30
-    while not early and not (log.exists() and log.stat().st_size) and time.monotonic() < until:
+    told, until = 0 if early else moment.randrange(1, 60), time.monotonic() + 30
+    while (log.read_bytes().count(b"\n") if log.exists() else 0) < told:
+        assert time.monotonic() < until
         time.sleep(0.002)
-    time.sleep(moment.uniform(0.0, 0.15))
     process.kill()
     process.join()
     lines = log.read_text().splitlines() if log.exists() else []
@@ -82,7 +79,7 @@ def killed(context: ForkServerContext, path: Path, log: Path, moment: random.Ran
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_a_process_that_is_killed_at_any_moment_loses_nothing(context: ForkServerContext, tmp_path: Path) -> None:
     moment, flying = random.Random(6), 0
-    for attempt in range(5 * KILLS):
+    for attempt in range(max(40, 2 * KILLS)):
         if attempt >= KILLS and flying:
             break
         fresh = attempt % 4 == 0  # killed while the tables are made, perhaps; else in the same database
@@ -111,21 +108,6 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing(context: ForkServe
             assert not {trial.state for trial in after.values()} & {TrialState.IN_FLIGHT, TrialState.PLANNED}
             flying += len(in_flight)
     assert flying > 0  # or it was never killed where it matters
-
-
-@pytest.mark.parametrize("value", ["FILE", "sqlite://"])
-def test_threads_share_a_store(path: Path, value: str) -> None:
-    with open_store(value.replace("FILE", str(path))) as store, ThreadPoolExecutor(4) as threads:
-
-        def tune(number: int) -> int:
-            run = store.begin_run(replace(KEY, micro_batch=number + 1), MODEL, HARDWARE, knobs=KNOBS)
-            for _ in range(5):
-                trial = store.add_trial(run, KNOBS, source="search")
-                store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
-            return len(store.trials(run.run_id))
-
-        assert list(threads.map(tune, range(8))) == [5] * 8
-        assert len(store.runs()) == 8
 
 
 FORKED = """

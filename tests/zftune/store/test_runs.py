@@ -131,28 +131,6 @@ def test_a_run_is_called_as_its_training_is_once(store: Store) -> None:
     assert len({one.run_id for one in store.runs()} & {first.run_id, second.run_id, third.run_id}) == 3
 
 
-def test_how_long_a_run_counts_as_one_that_runs(store: Store, clock: Clock) -> None:
-    run = begun(store)
-    assert store.lease_left_s(run.run_id) == LEASE_S
-    clock.now += LEASE_S - 1
-    assert store.lease_left_s(run.run_id) == 1
-    clock.now += 2
-    assert store.lease_left_s(run.run_id) == 0
-    store.renew_lease(run)
-    store.finish_run(run)
-    assert store.lease_left_s(run.run_id) == store.lease_left_s("0" * 32) == 0
-
-
-def test_goodbye_leaves_nothing_open(store: Store) -> None:
-    run = begun(store)
-    for _ in range(2):
-        trial = store.add_trial(run, KNOBS, source="search")
-    store.mark_in_flight(run, trial.trial_id)
-    store.finish_run(run)
-    assert states(store, run) == [TrialState.VOID, TrialState.VOID]
-    assert store.barred(KEY) == []
-
-
 def test_an_interrupted_run_is_there_to_be_resumed(store: Store) -> None:
     run = begun(store)
     measured, flying, _ = (store.add_trial(run, {**KNOBS, "update_interval": s}, source="search") for s in (2, 4, 8))
@@ -210,14 +188,6 @@ def test_a_trial_ends_once(store: Store) -> None:
     with pytest.raises(StoreError, match="is aborted"):
         store.mark_in_flight(run, trial.trial_id)
     assert len(store.trials(run.run_id)[0].reason or "") == 1000
-
-
-def test_what_was_measured_may_fly_again(store: Store) -> None:
-    run = begun(store)
-    trial = store.add_trial(run, KNOBS, source="search")
-    store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
-    store.mark_in_flight(run, trial.trial_id)
-    assert states(store, run) == [TrialState.IN_FLIGHT]
 
 
 def test_a_trial_is_of_its_run(store: Store) -> None:

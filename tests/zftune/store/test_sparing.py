@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -82,21 +81,6 @@ def test_a_setting_that_was_measured_to_its_end_does_not_crash_by_one_death(stor
     assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "crash")]
 
 
-def test_a_setting_that_was_measured_under_another_number_is_only_put_off(store: Store) -> None:
-    run, trial = begun(store, measured=True)
-    store.mark_planned(run, trial)
-    store.mark_in_flight(run, store.add_trial(run, {"topk_ratio": 0.2}, source="search").trial_id)
-    other = store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id
-    aborted = replace(MEASURED, void_reason="its steps take 2.00 times as long")
-    store.add_measurement(run, other, aborted, state=TrialState.ABORTED)  # not to its end
-    run = died(store, run)
-    assert [one.state for one in store.trials(run.run_id)[:2]] == [TrialState.MEASURED, TrialState.VOID]
-    store.mark_in_flight(run, store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id)
-    run = died(store, run)
-    assert store.trials(run.run_id)[-1].state is TrialState.CRASHED
-    assert store.barred(KEY) == [Barred({"topk_ratio": 0.3}, "crash")]
-
-
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize("url", ["file"], indirect=True)  # a server has no locks that tell
@@ -115,50 +99,6 @@ def test_a_trial_of_a_training_that_lives_is_spared(url: str, store: Store, *, r
     assert store.decisions(run.run_id) == []
     store.resume_run(run.run_id)
     assert state(store, run) is (TrialState.MEASURED if measured else TrialState.VOID)
-
-
-def test_a_crash_that_was_measured_stays_one(store: Store) -> None:
-    run, trial = begun(store)
-    store.end_trial(run, trial, TrialState.CRASHED, "out of memory")
-    store.interrupt_run(run)
-    store.spare_trials(run.run_id)
-    assert state(store, run) is TrialState.CRASHED
-
-
-def test_a_crash_is_taken_back_by_how_it_was_found_and_not_by_its_sentence(store: Store) -> None:
-    """A search that tells of a crash in the very words of a run that was taken for dead has seen its training die."""
-    run, presumed = begun(store)
-    store.lose_run(run)
-    (crash,), (dead,) = store.decisions(run.run_id), store.trials(run.run_id)
-    run = store.resume_run(run.run_id)
-    seen = store.add_trial(run, {"topk_ratio": 0.3}, source="search").trial_id
-    store.end_trial(run, seen, TrialState.CRASHED, dead.reason)
-    store.add_decision(run, Decision("crash", crash.reason, 1))
-    store.interrupt_run(run)
-    store.spare_trials(run.run_id)
-    assert [(one.trial_id, one.state) for one in store.trials(run.run_id)] == [
-        (presumed, TrialState.VOID), (seen, TrialState.CRASHED),
-    ]  # fmt: skip
-    assert [one.trial for one in store.decisions(run.run_id)] == [1]
-
-
-def test_a_crash_that_a_later_life_of_the_run_has_taken_in_stays_one(store: Store) -> None:
-    run, dead = begun(store)
-    store.lose_run(run)  # its training died
-    run = store.resume_run(run.run_id)
-    (crash,) = store.decisions(run.run_id)
-    (died,) = store.trials(run.run_id)
-    told = replace(MEASURED, steps=0, void_reason=died.reason, aggregates={"status": "crashed"})
-    store.add_measurement(run, dead, told)  # so is the search told
-    flying = [store.add_trial(run, {"topk_ratio": ratio}, source="search").trial_id for ratio in (0.3, 0.4)]
-    for trial in flying:
-        store.mark_in_flight(run, trial)
-    store.lose_run(run)  # only its daemon died
-    store.spare_trials(run.run_id)
-    states = [one.state for one in store.trials(run.run_id)]
-    assert states == [TrialState.CRASHED, TrialState.VOID, TrialState.VOID]
-    assert store.decisions(run.run_id) == [crash]
-    assert store.barred(KEY) == [Barred({"topk_ratio": 0.2}, "crash")]
 
 
 def test_what_was_rolled_back_is_not_tried_again(store: Store) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests import zygote
-from tests.zftune.daemon.client.test_session import FAREWELL, HOLD, RECORD, WELCOME, Scripted
+from tests.zftune.daemon.client.test_session import HOLD, WELCOME, Scripted
 from tests.zftune.daemon.runs.agents import facts
 from tests.zftune.daemon.runs.loops import Loop
-from zftune.errors import DaemonError, NoDaemonError
+from zftune.errors import NoDaemonError
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -66,62 +66,6 @@ def test_without_a_daemon_the_guard_tells_what_it_did(training: Loop, daemon: Sc
     assert training.knobs == Setting.of(facts().config)
 
 
-def test_a_daemon_hears_of_the_guard_while_it_makes_the_search(training: Loop, daemon: Scripted) -> None:
-    daemon.answers["report"] = [{**HOLD, "state": "warming", "record": None}]
-    go_wrong(training)
-    (sentence,) = guarded(training)
-    reports = [one for name, one in zip(daemon.asked, daemon.documents, strict=True) if name == "report"]
-    assert reports[-1]["guard"] == sentence
-    assert daemon.documents[-1]["reason"] == sentence  # of goodbye
-    assert daemon.asked[-1] == "goodbye"
-
-
-def test_the_guard_is_told_before_the_last_words(
-    training: Loop, daemon: Scripted, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="zftune")
-    go_wrong(training)
-    first, *_ = (one for one in caplog.messages if one.startswith(GUARD))  # the run's name may come after it
-    assert caplog.messages[-1] == "it was nice"
-    assert guarded(training) == [first]
-
-
-def test_a_training_that_ends_without_a_daemon_keeps_its_best_knobs(training: Loop, daemon: Scripted) -> None:
-    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
-    training.run(lambda: tuner_of(training).live is not None)
-    training.close()
-    last = tuner_of(training).notices[-1]
-    assert last == "zftune tuned nothing: no daemon has answered."
-
-
-def test_where_the_daemon_is_gone_the_training_tells_what_it_counted_itself(
-    training: Loop, daemon: Scripted, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="zftune")
-    gain = {"share": 0.2, "error": 0.01}
-    daemon.answers["report"] = [{**HOLD, "state": "frozen", "incumbent": OTHER, "start": OWN, "gain": gain}]
-    training.run(lambda: training.knobs.knobs() == OTHER)
-    daemon.answers["report"] = daemon.answers["goodbye"] = [NoDaemonError("no daemon serves 'x'")]
-    training.close()
-    told = "zftune goes on with the best settings so far: topk_ratio 0.2, which saved 20.0 +/- 2.0% of the step time."
-    assert told in caplog.messages
-    kept, spent, won, rest = tuner_of(training).conclusion.splitlines()
-    assert kept == f"zftune keeps {training.knobs}."
-    assert spent.startswith("Time spent: exploring took ")
-    assert won == "Gain: 20.0 +/- 2.0% of the step time."
-    assert rest.startswith("The daemon does not answer any more, so that this is what the training counted itself; ")
-    assert rest.endswith(f"zftune explain {RECORD[:8]}.")
-    assert tuner_of(training).notices[-1] == tuner_of(training).conclusion
-
-
-def test_a_training_that_ends_gives_no_reason_of_its_own(training: Loop, daemon: Scripted) -> None:
-    """The daemon alone knows whether the search had ended before."""
-    training.run(lambda: tuner_of(training).live is not None)
-    training.close()
-    assert daemon.asked[-1] == "goodbye"
-    assert daemon.documents[-1]["reason"] == ""
-
-
 def test_a_state_that_is_saved_while_a_setting_is_tried_names_the_best(training: Loop, daemon: Scripted) -> None:
     """Without a search what was tried stays, as every knob that a state has."""
     tried = {**OWN, "topk_ratio": 0.4}
@@ -162,17 +106,6 @@ def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
     training.close()
 
 
-def test_zen_auto_stays_where_the_daemon_has_no_search(daemon: Scripted) -> None:
-    daemon.answers["report"] = [{**HOLD, "kind": "stop", "state": "ended", "reason": "The search failed: no."}]
-    training = Loop(daemon, config=replace(facts().config, update_interval="auto"))
-    tuner, begun = tuner_of(training), training.optimizer.config
-    training.run(lambda: not tuner.searching)
-    assert tuner.notices[-1] == "Tuning ended: ZftuneError: The search failed: no."
-    training.step()
-    assert training.optimizer.config == begun
-    training.close()
-
-
 def agents() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "zftune-agent"]
 
@@ -202,47 +135,6 @@ def test_a_training_that_is_thrown_away_says_goodbye(daemon: Scripted) -> None:
     assert daemon.asked[-2:] == ["report", "goodbye"]
     assert daemon.documents[-1]["reason"] == "The training was thrown away before the search was over."
     assert daemon.documents[-1]["steps"] > 0
-
-
-def test_a_training_that_is_thrown_away_says_goodbye_again_where_it_was_not_heard(daemon: Scripted) -> None:
-    busy = DaemonError("the daemon is starting")
-    daemon.answers["goodbye"] = [busy, busy, FAREWELL]
-    thrown_away(daemon, lambda tuner: tuner.live is not None)
-    assert daemon.asked.count("goodbye") == 3
-
-
-def test_a_process_that_ends_waits_for_the_goodbye_of_what_was_thrown_away() -> None:
-    code = """
-import gc
-from tests.zftune.daemon.runs.loops import Loop
-from tests.zftune.daemon.client.test_session import Scripted
-daemon = Scripted()
-daemon.close = lambda: print(daemon.asked[-1])
-def train():
-    training = Loop(daemon)
-    training.run(lambda: training.tuner.live is not None)
-train()
-gc.collect()
-"""
-    done = zygote.run(["-c", code], cwd=ROOT, check=True)
-    assert done.stdout == "goodbye\n"
-
-
-def test_a_training_that_is_thrown_away_without_a_daemon_leaves_nothing(daemon: Scripted) -> None:
-    daemon.answers["runs"] = [NoDaemonError("no daemon serves 'x'")]
-    module = thrown_away(daemon, lambda tuner: bool(tuner.notices))
-    assert module() is None
-    assert set(daemon.asked) == {"runs"}
-
-
-def test_the_last_report_names_the_step_that_the_training_ended_with(training: Loop, daemon: Scripted) -> None:
-    """Figures of steps come two steps later, so that those of the last two never do."""
-    training.run(daemon.heard.is_set)
-    training.close()
-    assert daemon.asked[-2:] == ["report", "goodbye"]
-    last = daemon.documents[-2]
-    assert last["step"] == training.optimizer.steps
-    assert daemon.documents[-1]["count"]["steps"] == training.optimizer.steps
 
 
 def asking(steps: int) -> dict[str, Any]:

@@ -6,9 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +15,8 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.client import session as couriers
 from zftune.daemon.client.session import DaemonSession
 from zftune.daemon.client.worker import RemoteWorker
-from zftune.daemon.protocol.codec import decode
-from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye
+from zftune.daemon.protocol.messages import Farewell, Goodbye
 from zftune.errors import DaemonError, NoDaemonError
-from zftune.store.account import Count, Counter
-from zftune.store.locks import RunLocks
-from zftune.tuner import tuner
 from zftune.tuner.space import Setting
 
 SESSION = "a" * 32
@@ -160,15 +153,6 @@ def test_a_daemon_that_answers_late_is_heard(
     assert len(caplog.messages) == 1
 
 
-def test_a_daemon_that_is_at_work_is_not_waited_for_without_end(
-    met: DaemonSession, daemon: Scripted, passed: Callable[[], float]
-) -> None:
-    daemon.answers["goodbye"] = [BUSY]
-    daemon.late_s["goodbye"] = 2.0
-    assert last_words(met) is None
-    assert couriers.GOODBYE_S - 3 < passed() < couriers.GOODBYE_S + 3
-
-
 def test_a_daemon_that_says_nothing_any_more_is_given_up_sooner(
     met: DaemonSession, daemon: Scripted, passed: Callable[[], float]
 ) -> None:
@@ -188,22 +172,6 @@ def test_where_nobody_can_take_a_goodbye_it_is_said_once(
     assert passed() == 0
 
 
-def test_a_daemon_that_forgets_again_and_again_is_given_up(
-    met: DaemonSession, daemon: Scripted, passed: Callable[[], float]
-) -> None:
-    daemon.answers["goodbye"] = [DaemonError("unknown", status=404)]
-    daemon.answers["report"] = [HOLD]
-    assert last_words(met) is None
-    assert passed() < couriers._SILENCE_S + 1
-
-
-@pytest.mark.parametrize("answer", [DaemonError("no", status=500), {"protocol": 1}, None])
-def test_goodbye_is_said_where_the_last_report_is_not_taken(met: DaemonSession, daemon: Scripted, answer: Any) -> None:
-    daemon.answers["report"] = [answer]
-    assert last_words(met) is not None
-    assert daemon.asked[-1] == "goodbye"
-
-
 def test_a_daemon_that_was_started_again_is_told_goodbye_as_well(met: DaemonSession, daemon: Scripted) -> None:
     daemon.answers["report"] = [DaemonError("unknown", status=404), {**HOLD, "session": "c" * 32}]
     daemon.answers["runs"] = [{**WELCOME, "session": "c" * 32}]
@@ -211,31 +179,6 @@ def test_a_daemon_that_was_started_again_is_told_goodbye_as_well(met: DaemonSess
     assert daemon.asked[-4:] == ["report", "runs", "report", "goodbye"]
     assert daemon.documents[-3]["again"] == {"record": RECORD, "trial": None}
     assert daemon.documents[-1]["session"] == "c" * 32
-
-
-def test_what_was_taken_for_dead_since_its_last_report_comes_back_to_say_goodbye(
-    met: DaemonSession, daemon: Scripted, worker: RemoteWorker
-) -> None:
-    daemon.answers["goodbye"] = [DaemonError("unknown", status=404), FAREWELL]
-    daemon.answers["report"] = [{**HOLD, "record": "d" * 32}]
-    farewell = last_words(met)
-    assert farewell is not None
-    assert farewell.sentence == "it was nice"
-    assert daemon.asked[-5:] == ["report", "goodbye", "runs", "report", "goodbye"]
-
-
-def test_who_ends_before_its_hello_was_answered_says_goodbye_all_the_same(
-    daemon_session: DaemonSession, daemon: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The daemon may follow it: else it would show a run that was lost some time after its training's end."""
-    monkeypatch.setattr(couriers, "_FIRST_BACKOFF_S", SOON_S)
-    said = threading.Event()
-    daemon.answers["runs"] = [DaemonError("has not answered in time"), WELCOME]
-    daemon.on_hello = said.set
-    daemon_session.start()
-    assert said.wait(SOON_S)
-    assert last_words(daemon_session) is not None
-    assert daemon.asked == ["runs", "runs", "report", "goodbye"]
 
 
 def test_a_report_that_was_not_heard_comes_again(met: DaemonSession, daemon: Scripted, worker: RemoteWorker) -> None:
@@ -251,14 +194,6 @@ def test_a_report_that_was_not_heard_comes_again(met: DaemonSession, daemon: Scr
     assert (again["sequence"], again["losses"]) == (lost["sequence"], [[1, 0.5]])
 
 
-def test_one_that_knows_nothing_of_the_run_is_not_told(daemon_session: DaemonSession, daemon: Scripted) -> None:
-    daemon.answers["report"] = [{**HOLD, "kind": "pause", "record": None}, DaemonError("unknown", status=404)]
-    daemon_session.start()
-    assert daemon.heard.wait(SOON_S)
-    assert last_words(daemon_session) is None
-    assert "goodbye" not in daemon.asked
-
-
 def test_without_a_daemon_there_are_no_last_words(daemon_session: DaemonSession, daemon: Scripted) -> None:
     tried = threading.Event()
     daemon.on_hello = tried.set
@@ -269,35 +204,6 @@ def test_without_a_daemon_there_are_no_last_words(daemon_session: DaemonSession,
     assert set(daemon.asked) == {"runs"}
     (notice,) = daemon_session.notices
     assert notice.startswith("The daemon cannot be reached (no daemon serves 'x'): ")
-
-
-def test_one_that_somebody_starts_again_is_waited_for_in_silence(daemon: Scripted, worker: RemoteWorker) -> None:
-    patient = DaemonSession(daemon, worker, facts, tokens=16, patience_s=3600.0)
-    daemon.answers["runs"] = [DaemonError("no daemon serves 'x'")]
-    for _ in range(3):
-        patient._exchange()
-    assert patient.notices == []
-    daemon.answers["runs"] = [DaemonError("the run's store is another one", status=409)]
-    patient._exchange()
-    (notice,) = patient.notices  # waiting is of no use
-    assert "the run's store is another one" in notice
-
-
-def test_it_says_which_store_it_means(
-    daemon_session: DaemonSession, daemon: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZFTUNE_DB", "/srv/zftune.db")
-    daemon_session._exchange()
-    told = daemon.documents[0]
-    assert (told["store"], told["store_named"]) == ("/srv/zftune.db", True)
-
-
-def test_who_ends_between_hello_and_report_is_not_kept_waiting(
-    daemon_session: DaemonSession, daemon: Scripted, worker: RemoteWorker
-) -> None:
-    daemon.on_hello = worker.close
-    daemon_session._exchange()
-    assert daemon.asked == ["runs"]
 
 
 @pytest.mark.parametrize(
@@ -314,51 +220,3 @@ def test_it_asks_often_only_while_somebody_thinks(
 ) -> None:
     daemon.answers["report"] = [directive]
     assert daemon_session._exchange() == pause_s
-
-
-def test_who_is_interrupted_while_it_waits_for_the_daemon_ends_quietly(
-    met: DaemonSession, worker: RemoteWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    beats: list[int | None] = []
-    worker.counter = Counter(0.0)
-    met._pulse = SimpleNamespace(beat=lambda _, trial: beats.append(trial), close=lambda **_: None)  # type: ignore[assignment]
-    monkeypatch.setattr(met, "_join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        last_words(met)
-    assert beats[-1] is None  # and so what ran is taken for no crash
-    tuners = [SimpleNamespace(depart=partial(last_words, met)), SimpleNamespace(depart=pytest.fail)]
-    monkeypatch.setattr(tuner, "open_tuners", lambda: tuners)
-    try:
-        tuner._close_all()
-        monkeypatch.setattr(couriers, "_couriers", [SimpleNamespace(leave=interrupted)])
-        couriers._leave_all()
-    except KeyboardInterrupt:  # it would end all tests
-        pytest.fail("who ends a process once more sees a traceback")
-    finally:
-        monkeypatch.undo()
-    (said,) = caplog.messages
-    assert said == "Interrupted while the end of the tuning was being written down."
-
-
-def test_arguments_of_another_encoding_are_sent_all_the_same(
-    daemon_session: DaemonSession, daemon: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py", "data/\udcff"])
-    daemon_session._exchange()
-    assert daemon.documents[0]["argv"] == ["train.py", "data/?"]
-
-
-def test_a_run_that_another_daemon_keeps_under_the_same_name_is_beaten_for_in_its_store(
-    daemon_session: DaemonSession, tmp_path: Path
-) -> None:
-    for name in ("first.db", "second.db"):
-        locks = RunLocks(tmp_path / name)  # as the daemon that has begun the run
-        assert locks.hold(RECORD)
-        daemon_session._take_record(decode(Directive, {**HOLD, "database": str(tmp_path / name)}))
-        assert daemon_session._pulse is not None
-        assert daemon_session._pulse.beat(Count(steps=1), None)
-        assert [one.name for one in (tmp_path / f"{name}.runs").glob("*.training")] == [f"{RECORD}.training"]
-    assert list((tmp_path / "first.db.runs").glob("*.training")) == []

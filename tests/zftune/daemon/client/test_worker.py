@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from zenflow import ZenFlowError
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError
-from zftune.daemon.protocol.messages import MOST_CHANGES, Change, Directive
+from zftune.daemon.protocol.messages import MOST_CHANGES, Directive
 from zftune.tuner.scores import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
@@ -82,62 +81,6 @@ def test_what_is_measured_is_given_up_where_it_is_not_wanted_any_more(measuring:
     assert measuring.poll() == (Answer(None, OWN, OWN) if kind == "stop" else None)
 
 
-def test_what_was_not_fetched_yet_is_void(worker: RemoteWorker) -> None:
-    worker.obey(orders("apply"))
-    worker.obey(orders("pause"))
-    assert worker.poll() is None
-    assert said(worker) == (1, "void")
-    done = worker.report(PROTOCOL, SESSION).done
-    assert done is not None
-    assert done.outcome.called_off  # it speaks not against measuring it again
-
-
-def test_another_incumbent_runs_at_once(worker: RemoteWorker) -> None:
-    worker.obey(orders())
-    worker.recall()
-    worker.obey(orders())
-    assert worker.recall() is None
-    worker.obey(orders(incumbent=OTHER))
-    recall = worker.recall()
-    assert recall is not None
-    assert recall.incumbent == OTHER
-
-
-def test_a_recall_of_what_came_before_does_not_hit_the_next_request(worker: RemoteWorker) -> None:
-    worker.hand(None)
-    worker.obey(orders())
-    worker.recall()
-    worker.obey(orders(incumbent=OTHER))
-    worker.obey(orders("apply", incumbent=OTHER))
-    assert worker.poll() == Answer(REQUEST, OTHER, OWN)
-    assert worker.recall() is None
-    worker.hand(MEASURED)
-    worker.obey(orders("apply", decision=2, taken=1))
-    worker.begin_session("the daemon was started again")  # while nobody has fetched that
-    worker.obey(orders("apply", decision=1))
-    assert worker.poll() is not None
-    assert worker.recall() is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "state", "waits"),
-    [
-        ("hold", "warming", True), ("hold", "searching", True), ("hold", "drifted", True),
-        ("pause", "paused", False), ("hold", "frozen", False), ("stop", "ended", False),
-    ],
-)  # fmt: skip
-def test_an_answer_is_waited_for_where_somebody_thinks(
-    worker: RemoteWorker, kind: str, state: str, *, waits: bool
-) -> None:
-    worker.own = OWN
-    worker.hand(None)
-    worker.obey(orders(kind, decision=0, state=state))
-    assert worker.waits is waits
-    if kind != "stop":
-        worker.obey(orders(decision=0))
-        assert worker.waits
-
-
 def test_another_session_begins_from_nothing(measuring: RemoteWorker) -> None:
     measuring.begin_session("the daemon was started again")
     recall = measuring.recall()
@@ -147,39 +90,6 @@ def test_another_session_begins_from_nothing(measuring: RemoteWorker) -> None:
     assert said(measuring) is None  # it was nothing of this session
     measuring.obey(orders("apply", decision=1))
     assert measuring.poll() is not None
-
-
-def test_where_training_goes_wrong_nothing_more_is_obeyed(measuring: RemoteWorker) -> None:
-    measuring.guard("the loss is nan")
-    measuring.obey(orders("apply", decision=2))
-    assert measuring.poll() is None
-    assert measuring.report(PROTOCOL, SESSION).guard == measuring.wrong == "the loss is nan"
-    assert not measuring.waits
-
-
-def test_where_nothing_is_known_a_stop_keeps_the_users_knobs(worker: RemoteWorker) -> None:
-    worker.obey(orders("stop", incumbent=None, start=None))
-    assert worker.poll() is None
-    worker.own = OWN
-    worker.obey(orders("stop", incumbent=None, start=None))
-    assert worker.poll() == Answer(None, OWN, None)
-
-
-def test_what_is_applied_is_said_at_once_and_with_its_step(measuring: RemoteWorker) -> None:
-    measuring.wake.clear()
-    measuring.applied(7, OTHER)
-    assert measuring.wake.is_set()  # not only with what comes of it
-    report = measuring.report(PROTOCOL, SESSION)
-    assert report.applied is not None
-    assert (report.applied.decision, report.applied.step) == (1, 7)
-    assert report.changes == (Change(7, OTHER),)
-    measuring.heard()
-    measuring.hand(MEASURED)
-    measuring.applied(9, OWN)
-    report = measuring.report(PROTOCOL, SESSION)
-    assert report.applied is not None
-    assert report.applied.step == 7
-    assert report.changes == (Change(9, OWN),)
 
 
 def test_another_daemon_hears_of_all_changes_and_the_same_one_of_each_once(worker: RemoteWorker) -> None:
@@ -227,12 +137,6 @@ def test_what_no_daemon_has_heard_is_said_again_before_anything_newer(worker: Re
     worker.heard()
     newer = worker.report(PROTOCOL, SESSION)
     assert (newer.sequence, newer.losses) == (2, ((2, 0.25),))
-
-
-def test_what_failed_is_heard_by_the_training(worker: RemoteWorker) -> None:
-    worker.fail(ZenFlowError("a bug"))
-    with pytest.raises(RuntimeError, match=r"the daemon is no longer used \(ZenFlowError: a bug\)"):
-        worker.poll()
 
 
 @pytest.mark.parametrize("change", [{"steps": 10**6}, {"steps": 0}, {"discard": -1}])

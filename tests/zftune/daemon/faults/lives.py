@@ -73,7 +73,7 @@ def train(folder: str, name: str, environment: Mapping[str, str], given: Mapping
         folder: of the files, whose names begin with `name`.
         name: of the training.
         environment: of it.
-        given: `most` measurements, whether `fresh`, and the `sampler` of the search.
+        given: `most` measurements, and whether `fresh`.
     """
     _leave(Path(folder) / f"{name}.log", environment)
     torch.set_num_threads(1)  # threads that spin for work take the cores that others need
@@ -115,7 +115,7 @@ def weights(loop: Loop) -> list[torch.Tensor]:
 
 
 class _Tuned:
-    """A training that is tuned by a daemon, with a stopwatch around its tuner's hook."""
+    """A training that is tuned by a daemon."""
 
     def __init__(self, path: Path, given: Mapping[str, Any]) -> None:
         self.loop, self._path = Loop(None), path
@@ -123,13 +123,8 @@ class _Tuned:
         self._stop = path.with_suffix(".stop")
         self._alive = os.open(path.with_suffix(".alive"), os.O_WRONLY | os.O_CREAT)
         self._changed = os.open(path.with_suffix(".changes"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._began = (0, 0, 0)
-        self.worst_ms = {"cpu": 0.0, "awake": 0.0, "wall": 0.0}
-        self.loop.optimizer.register_step_post_hook(lambda *_: self._begin_hook())
         self._write_down_what_is_handed()
         self.loop.tuner = self._attached(given)
-        self._attached_at_s = time.perf_counter()
-        self.loop.optimizer.register_step_post_hook(lambda *_: self._end_hook())
 
     def run(self) -> None:
         ends = time.monotonic() + ENDS_S
@@ -139,14 +134,14 @@ class _Tuned:
             self._say()
             time.sleep(SLOW_S if self.loop.knobs == self._own else FAST_S)
         assert self.loop.tuner is not None
-        self._took_s = time.perf_counter() - self._attached_at_s
+        self._tuned_steps = self.loop.optimizer.steps
         self.loop.tuner.close()
         self.loop.step()  # the last change holds
         self._write()
 
     def _attached(self, given: Mapping[str, Any]) -> Tuner:
         # As `attach` does it, but with options of the search.
-        search = SearchOptions(sampler=given["sampler"], most_measurements=given["most"], hold=True)
+        search = SearchOptions(sampler="random", most_measurements=given["most"], hold=True)
         wishes = TuneRequest(quality="published", sequence=16, fresh=given["fresh"], search=search)
         counsel = DaemonDriver(self.loop.optimizer, wishes, 16, DaemonClient())
         return Tuner(self.loop.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), on_change=self._change)
@@ -165,14 +160,6 @@ class _Tuned:
 
         RemoteWorker.hand = handed  # type: ignore[assignment,method-assign]
 
-    def _begin_hook(self) -> None:
-        self._began = _clocks()
-
-    def _end_hook(self) -> None:
-        cpu, waited, wall = (now - before for now, before in zip(_clocks(), self._began, strict=True))
-        for name, taken in (("cpu", cpu), ("awake", wall - waited), ("wall", wall)):
-            self.worst_ms[name] = max(self.worst_ms[name], taken / 1e6)
-
     def _say(self) -> None:
         tuner = self.loop.tuner
         assert tuner is not None
@@ -190,8 +177,7 @@ class _Tuned:
         torch.save(weights(self.loop), self._path.with_suffix(".pt"))
         found = {
             "steps": self.loop.optimizer.steps,
-            "took_s": self._took_s,
-            "worst_ms": self.worst_ms,
+            "tuned_steps": self._tuned_steps,
             "notices": tuner.notices,
             "incumbent": tuner.incumbent.knobs(),
             "knobs": self.loop.knobs.knobs(),
@@ -200,12 +186,6 @@ class _Tuned:
         written = self._path.with_suffix(".new")
         written.write_text(json.dumps(found))
         written.rename(self._path.with_suffix(".json"))
-
-
-def _clocks() -> tuple[int, int, int]:
-    """Of this thread in ns: work, waits for a core while there was work, and time."""
-    waited = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
-    return time.thread_time_ns(), waited, time.perf_counter_ns()
 
 
 def _leave(log: Path, environment: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -23,22 +22,11 @@ from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
-from zftune.tuner.states import Sampler
 
 FAULTS = int(os.environ.get("ZFTUNE_FAULTS", by_day("1", all_of="3")))
 """How often each of them happens."""
 SEED = int(os.environ.get("ZFTUNE_FAULTS_SEED", "5"))
 SOON_S = 60.0
-SHARE, STEP_S = 0.02, 0.25
-"""By which an account may differ from a stopwatch; and from one step to the next, on a machine that others use, too."""
-HOOK_MS = 5.0
-"""Work of a tuner in a step, at most; in nine of ten trainings, as a virtual machine's processor time has in it what
-its host took away."""
-HOOK_AWAKE_MS = 250.0
-"""The same with waits for locks and for the interpreter, but not for a core. On a machine that others use, too, whoever
-has the interpreter may itself wait for a core."""
-HOOK_MOST_MS = 2000.0
-"""In any training: a hook that waited for a daemon would wait for seconds."""
 
 
 def until(holds: Callable[[], bool], what: Callable[[], object] = lambda: "") -> None:
@@ -102,7 +90,7 @@ class Training:
         return log.read_text() if log.exists() else ""
 
     def end(self) -> dict[str, Any]:
-        """Let it end; nothing that was done to it has changed a weight, nor held up a step."""
+        """Let it end; nothing that was done to it has changed a weight."""
         self._path.with_suffix(".stop").touch()
         self.process.join(SOON_S)
         assert self.process.exitcode == 0, self.said()
@@ -111,8 +99,6 @@ class Training:
         weights = torch.load(self._path.with_suffix(".pt"), weights_only=True)
         for one, two in zip(weights, lives.replay(self.changes, self.result["steps"]), strict=True):
             assert torch.equal(one, two)
-        worst = self.result["worst_ms"]
-        assert worst["awake"] < HOOK_MOST_MS, worst
         assert self.result["knobs"] == self.result["incumbent"]
         return self.result
 
@@ -157,8 +143,6 @@ class Stage:
         self.client = DaemonClient(self.socket, timeout_s=20.0)
         self.acknowledged: dict[str, tuple[list[Any], list[Any]]] = {}
         """Decisions and measured trials of records, as the daemon showed them."""
-        self.worst_ms: list[dict[str, float]] = []
-        """Of the hooks of each training that has ended."""
         self._context = context
         self._processes: list[ForkServerProcess] = []
         self._trainings: list[Training] = []
@@ -178,10 +162,10 @@ class Stage:
         assert begun.process.is_alive(), self.log()
         return begun
 
-    def train(self, *, most: int = 6, fresh: bool = True, sampler: Sampler = "random") -> Training:
-        """One that trains; its search needs no process to propose settings, unless another sampler is given."""
+    def train(self, *, most: int = 6, fresh: bool = True) -> Training:
+        """One that trains; its search needs no process to propose settings."""
         name = f"t{len(self._trainings)}"
-        given = {"most": most, "fresh": fresh, "sampler": sampler}
+        given = {"most": most, "fresh": fresh}
         process = self._begin(lives.train, str(self.folder), name, self._environment, given)
         self._trainings.append(Training(process, self.folder / name))
         return self._trainings[-1]
@@ -227,16 +211,6 @@ class Stage:
         assert found is not None
         return found
 
-    def freeze(self, training: Training) -> None:
-        """Wait for the search, and stop it by hand; its agent says goodbye soon after."""
-        run = self.until_state("baseline", "searching", "confirming", "frozen", training=training)["run"]
-        self.client.post(f"/v1/runs/{run}/stop", timeout_s=SOON_S)
-        until(lambda: self._state_of(run) in ("frozen", "ended"), self.log)
-
-    def _state_of(self, run: str) -> str | None:
-        states = {one["run"]: one["state"] for one in self.client.get("/v1/runs")}
-        return states.get(run)
-
     def acknowledge(self) -> dict[str, Any]:
         """Keep what the daemon says now of its run: from now on it must not be lost."""
         until(lambda: self.live_run() is not None, self.log)  # one that was silent for too long comes again
@@ -271,32 +245,22 @@ class Stage:
         self.look_at_leftovers()
 
     def _look_at_accounts(self, store: Store, runs: list[str]) -> None:
-        """All that the trainings took by their own watches is in the accounts of their runs."""
+        """All steps of the trainings are in the accounts of their runs, each once."""
         accounts = [one for one in map(store.account, runs) if one is not None]
         processes = sum(len(one.earlier) + 1 for one in accounts)
         if processes < len(self._trainings) or not all(one.result for one in self._trainings):
             return  # one was killed, or had no run
-        took_s = sum(one.result["took_s"] for one in self._trainings)
-        counted_s = sum(one.total.seconds for one in accounts)
-        assert abs(counted_s - took_s) <= SHARE * took_s + STEP_S * len(self._trainings), (counted_s, took_s)
+        assert sum(one.total.steps for one in accounts) == sum(one.result["tuned_steps"] for one in self._trainings)
 
-    def look_at_leftovers(self, *, readable: bool = True) -> None:
-        """No process, no socket, no lock.
-
-        Of a run that ended while its database could not be read, the lock's file stays: it says that its process has
-        ended, to whoever rescues the database. Nobody holds it.
-        """
+    def look_at_leftovers(self) -> None:
+        """No process, no socket, no lock."""
         sessions = {one.pid for one in self._processes}
         until(lambda: not alive_in(sessions), lambda: alive_in(sessions))
         assert not self.socket.exists()
         assert not self.socket.with_name("z.sock.lock").exists()
         runs = self.database.with_name(f"{self.database.name}.runs")
         files = list(runs.iterdir()) if runs.exists() else []
-        assert not files or not readable
-        for file in files:
-            with file.open() as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.worst_ms = [one.result["worst_ms"] for one in self._trainings if one.result]
+        assert not files
 
     def close(self) -> None:
         """End what a failure has left."""

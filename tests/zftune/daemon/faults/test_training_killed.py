@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,6 @@ def test_it_is_killed_in_every_state(stage: Callable[..., Stage], chance: random
         # Not stopped by hand: then its agent says goodbye.
         training = world.train(most=MOST.get(state, 8))
         run = comes_to(world, training, state)
-        time.sleep(chance.uniform(0, 0.1))
         world.acknowledge()
         seen.append(world.state())
         training.kill()

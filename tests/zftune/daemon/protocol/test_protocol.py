@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, get_args, get_type_hints
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field
 
 from tests.zftune.daemon.runs.agents import facts, hello
 from zftune.daemon import PROTOCOL
@@ -163,26 +162,6 @@ def test_what_is_no_unicode_is_sent_as_question_marks() -> None:
     )  # fmt: skip
     found = there_and_back(goodbye)
     assert (found.reason, [one.reason for one in found.remarks]) == ("a ?", ["?", "é"])
-
-
-def test_a_directive_applies_a_request_or_none() -> None:
-    for kind, request in (("apply", None), ("hold", Request(Setting(), "b", 1, 4, 8))):
-        with pytest.raises(WireError, match=f"kind is {kind}; it must be apply with a request"):
-            Directive(
-                protocol=PROTOCOL, session=SESSION, decision=0, kind=kind,  # type: ignore[arg-type]
-                state="warming", request=request,
-            )  # fmt: skip
-
-
-def test_an_optional_number_with_a_limit() -> None:
-    @dataclass(frozen=True)
-    class Message:
-        share: Annotated[float | None, Field(ge=0, le=1)] = None
-
-    globals()["Annotated"], globals()["Field"] = Annotated, Field
-    assert decode(Message, {"share": 1}) == Message(1.0)
-    with pytest.raises(WireError, match=r"message.share is 1.5; it must be less than or equal to 1"):
-        decode(Message, {"share": 1.5})
 
 
 def test_a_request_is_the_tuners_own() -> None:

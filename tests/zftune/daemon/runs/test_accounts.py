@@ -182,12 +182,10 @@ class Life:
 
     def train_until_recorded(self) -> None:
         found = None
-        ends_s = time.monotonic() + 240
-        while found is None:
+        while found is None:  # the test's own time limit ends it
             self.train(20)
             brains = [one for one in self.world.registry.brains() if not one.over]
             found = brains[-1].record if brains else None
-            assert time.monotonic() < ends_s
         self.record = found
         self.train(40)
 

@@ -1,31 +1,30 @@
-"""The runs' routes of a real daemon, over its socket."""
+"""The runs' routes in process."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.zftune.daemon.daemons import exchange, serving, short_folder, status_of
+from tests.zftune.daemon.in_process import Application, Client, following
 from tests.zftune.daemon.runs.agents import RUN, Agent, document, hello
-from tests.zftune.daemon.test_api import posted, refusal
+from tests.zftune.daemon.test_api import refusal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client.http import DaemonClient, called
 from zftune.errors import DaemonError
 
-HOSTED = "tests.zftune.daemon.runs.hosted"
-
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[DaemonClient]:
-    with short_folder() as folder:
-        more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
-        with serving(folder, "2", module=HOSTED, more=more), closing(DaemonClient(folder / "z.sock")) as client:
-            yield client
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    with following(tmp_path_factory.mktemp("store")) as made:
+        yield made
+
+
+@pytest.fixture
+def client(application: Application) -> DaemonClient:
+    return Client(application)
 
 
 def refused(client: DaemonClient, route: str, document: Any = None) -> tuple[int | None, str]:
@@ -58,7 +57,7 @@ def test_a_run_from_hello_to_goodbye(client: DaemonClient) -> None:
     assert client.get(f"/v1/runs/{RUN}")["run"]["state"] == "ended"
 
 
-def test_what_is_refused_and_how(client: DaemonClient) -> None:
+def test_what_is_refused_and_how(application: Application, client: DaemonClient) -> None:
     good = document(hello("3" * 32))
     assert refused(client, "/v1/runs", {**good, "protocol": 99}) == (
         422, f"protocol is 99; it must be {PROTOCOL}: use one zftune on both sides",
@@ -79,20 +78,8 @@ def test_what_is_refused_and_how(client: DaemonClient) -> None:
     agent.goodbye()
     report_route = f"/v1/runs/{'9' * 32}/report"
     for body in (b"\xff\xfe[", b"", b"[" * 200_000, b'{"sequence": NaN}', b"9" * 5000):
-        answer = exchange(client.path, posted(body, report_route))
-        assert status_of(answer) in (400, 422), body[:9]
-        assert refusal(answer)
-
-
-def test_a_run_without_an_agent_ends_with_its_lease(client: DaemonClient) -> None:
-    agent = Agent(client, run="5" * 32)
-    agent.measure()
-    request = agent.asked()
-    while client.get(f"/v1/runs/{agent.run}")["run"]["state"] != "ended":
-        time.sleep(0.05)
-    details = client.get(f"/v1/runs/{agent.run}")
-    assert details["trials"][request.trial]["state"] == "crashed"
-    assert "nothing was heard of the training for" in details["run"]["reason"]
+        answer = application.ask("POST", report_route, body, {"content-type": "application/json"})
+        assert refusal(answer)[0] in (400, 422), body[:9]
 
 
 def test_the_ranks_of_a_run_are_told(client: DaemonClient) -> None:

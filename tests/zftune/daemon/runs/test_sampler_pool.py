@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from zftune.daemon.runs import sampler_pool
-from zftune.daemon.runs.sampler_pool import _LONGEST_REST_S, _REST, FairLock, SamplerPool, queued_s
-from zftune.tuner.sampler_process import SamplerError, SamplerProcess
+from zftune.daemon.runs.sampler_pool import FairLock, SamplerPool
+from zftune.tuner.sampler_process import SamplerProcess
 
 WORK_S = 0.02
 SOON_S = 30.0
@@ -48,37 +48,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
     return made
 
 
-def test_after_work_the_next_begins_late(pauses: Pauses) -> None:
-    turns = FairLock()
-    began_s = time.thread_time()
-    with turns.working():
-        work(WORK_S)
-    most_s = time.thread_time() - began_s
-    with turns.working():
-        pass
-    assert pauses.slept_s[0] == 0
-    assert min(_REST * WORK_S, _LONGEST_REST_S) <= pauses.slept_s[1] + 1e-9
-    assert pauses.slept_s[1] <= _REST * most_s + 1e-9
-
-
-def test_who_only_waited_leaves_no_pause(pauses: Pauses) -> None:
-    turns = FairLock()
-    with turns.working():
-        pauses.now_s += 10 * _LONGEST_REST_S
-    with turns.working():
-        pass
-    assert pauses.slept_s[1] < 0.5 * _LONGEST_REST_S
-
-
-def test_no_pause_is_longer_than_allowed(pauses: Pauses) -> None:
-    turns = FairLock()
-    with turns.working():
-        work(2 * _LONGEST_REST_S / _REST)
-    with turns.working():
-        pass
-    assert pauses.slept_s[1] == pytest.approx(_LONGEST_REST_S)
-
-
 def test_one_works_at_a_time_and_others_while_it_waits() -> None:
     turns = FairLock()
     at_work: list[int] = []
@@ -107,33 +76,6 @@ def test_one_works_at_a_time_and_others_while_it_waits() -> None:
     assert (len(waits), max(most), len(most)) == (3, 1, 6)
 
 
-def test_who_fails_gives_its_turn_back() -> None:
-    turns = FairLock()
-    with pytest.raises(OSError, match="disk"), turns.working():
-        raise OSError("disk full")
-    taken = threading.Event()
-
-    def take() -> None:
-        with turns.working():
-            taken.set()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join(SOON_S)
-    assert taken.is_set()
-
-
-def test_waiting_without_a_turn_takes_none() -> None:
-    turns = FairLock()
-    with turns.waiting():
-        pass
-    with turns.working(), turns.waiting():
-        pass
-    with turns.waiting():  # its turn is over
-        pass
-    assert not turns._turn.locked()
-
-
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SamplerPool]:
     monkeypatch.setattr(SamplerProcess, "ready", SamplerProcess.start)  # nothing is loaded that takes seconds
@@ -155,66 +97,3 @@ def test_a_process_that_died_while_nobody_used_it_costs_no_run_its_answers(pool:
     assert later.ask(os.getpid) != first
     assert later.ask(os.getpid) != first
     assert idle.closed
-
-
-def test_who_waits_for_a_process_of_the_pool_knows_for_how_long(
-    pool: SamplerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken, waiting, second = pool.take(threading.Event(), lambda: False), threading.Event(), pool.lend()
-    take = pool.take
-
-    def taking(turn: threading.Event, unwanted: Callable[[], bool]) -> SamplerProcess:
-        waiting.set()
-        return take(turn, unwanted)
-
-    monkeypatch.setattr(pool, "take", taking)
-
-    def ask() -> None:
-        with pytest.raises(SamplerError, match="was ended"):
-            second.ask(abs, -3)
-
-    thread = threading.Thread(target=ask)
-    assert queued_s(second) == 0
-    thread.start()
-    assert waiting.wait(SOON_S)
-    assert queued_s(second) > 0
-    second.close()
-    thread.join(SOON_S)
-    assert (queued_s(second), queued_s(taken)) == (0, 0)
-
-
-def test_a_process_that_is_closed_while_it_thinks_is_looked_at_before_it_ends() -> None:
-    """Once it has ended nobody knows any more for how long it has waited for a core."""
-    asked, waited_s = threading.Event(), 100.0
-
-    def core_wait_s(pid: int) -> float | None:
-        asked.set()
-        return None if sampler.closed else waited_s  # it is being killed from then on
-
-    sampler = SamplerProcess(core_wait_s=core_wait_s)
-
-    def ask() -> None:
-        with pytest.raises(SamplerError, match="was ended"):
-            sampler.ask(time.sleep, SOON_S)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert asked.wait(SOON_S)
-    with sampler._lock:  # what is read when it is asked has been read
-        waited_s = 107.0
-    sampler.close()
-    thread.join(SOON_S)
-    assert sampler.waited_s == 7.0
-
-
-def test_each_run_counts_what_its_own_questions_wait_for_a_core(
-    pool: SamplerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readings = iter((100.0, 106.0, 110.0, 111.0, 120.0, 122.0))
-    monkeypatch.setattr("zftune.tuner.sampler_process._core_wait_s", lambda _: next(readings))
-    one, other = pool.lend(), pool.lend()
-    one.ask(abs, -1)  # from 100 to 106
-    other.ask(abs, -1)
-    one.ask(abs, -1)
-    assert (one.waited_s, other.waited_s) == (8.0, 1.0)
-    assert [len(run.notices) for run in (one, other)] == [1, 0]

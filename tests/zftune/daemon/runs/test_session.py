@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,29 +9,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.zftune.daemon.runs.agents import RUN, SOON_S, START_MS, document, facts, hello, same
+from tests.zftune.daemon.runs.agents import RUN, START_MS, facts, hello, same
 from tests.zftune.daemon.runs.worlds import START, World
-from zftune.cli import top
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.protocol.messages import Change, Done, Reattach, StepFigures
-from zftune.daemon.runs import registry, states
-from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import UnknownRunError
-from zftune.daemon.runs.sampler_pool import PooledSampler
-from zftune.daemon.runs.search import PooledWorker
 from zftune.daemon.runs.states import NotAllowedError
-from zftune.daemon.runs.views import GainView, RunDetails, run_details
+from zftune.daemon.runs.views import RunDetails, run_details
 from zftune.errors import StoreError
 from zftune.explain.document import explain_document
 from zftune.explain.screen import render
 from zftune.store import open_store
-from zftune.store.account import Count
 from zftune.store.types import PresetState, RunState, TrialState
-from zftune.tuner import messages, setup
 from zftune.tuner.recording import Recording
-from zftune.tuner.sampler_process import SamplerError
-from zftune.tuner.scores import Gain
-from zftune.tuner.search import Search
 from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Remark
 
 
@@ -62,116 +50,6 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     assert agent.goodbye()["sentence"] == farewell["sentence"]  # said twice
 
 
-def test_what_came_of_a_request_counts_once_however_often_it_is_said(world: World) -> None:
-    agent = world.agent(same)
-    agent.measure()
-    done = agent.done
-    for _ in range(5):
-        agent.report(done=done)
-    request = agent.asked()
-    assert request.role == "explore"
-    agent.report(done=done)
-    assert agent.last.kind == "apply"
-    assert world.store.measurements(world.store.trials(agent.last.record or "")[0].trial_id).__len__() == 1
-    assert agent.last.taken == 1
-    assert agent.last.decision == 2
-
-
-def test_what_a_search_remarks_is_said_by_its_training(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    tell = Search.tell
-
-    def told(search: Search, outcome: Outcome) -> None:
-        tell(search, outcome)
-        search.remark("Step times keep changing.")
-
-    monkeypatch.setattr(Search, "tell", told)
-    agent = world.agent(same)
-    agent.measure()
-    agent.until(lambda: "Step times keep changing." in agent.last.notices)
-
-
-def test_a_search_that_gets_no_core_says_so_while_it_waits_and_at_its_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited_s, prepares, thinks = [0.0], threading.Event(), threading.Event()
-    think = PooledWorker._think
-
-    def prepare(*given: Any) -> Any:
-        prepares.wait(SOON_S)
-        return setup.prepare(*given)
-
-    def thought(worker: PooledWorker, outcome: Outcome | None) -> Any:
-        if outcome is not None:
-            thinks.wait(SOON_S)
-        return think(worker, outcome)
-
-    monkeypatch.setattr(registry, "prepare", prepare)
-    monkeypatch.setattr(PooledWorker, "_think", thought)
-    monkeypatch.setattr(PooledSampler, "waited_s", property(lambda sampler: sampler._heeded(waited_s[0])))
-    agent = world.agent(same)
-    assert agent.report().reason == states.Warming().reason
-    waited_s[0] = 7.0
-    assert (agent.report().state, agent.last.reason) == ("warming", messages.waits_for_core(7.0, "so far"))
-    prepares.set()
-    assert agent.measure().role == "start"
-    agent.report(done=agent.done)
-    assert agent.report().state == "baseline"  # what an earlier thought has waited is no reason
-    waited_s[0] = 407.0
-    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_core(400.0, "now"))
-    assert shown(world).run.reason == agent.last.reason
-    told = f"{messages.waits_for_core(7.0, 'so far').capitalize()}."
-    assert [one for one in agent.last.notices if "core" in one] == [told]
-    thinks.set()
-    assert agent.asked().role == "explore"
-    assert agent.last.reason == "setting 1 is measured"
-    assert messages.waits_for_core(407.0, "in all") in agent.goodbye()["sentence"]
-
-
-def test_a_search_that_waits_for_those_of_other_runs_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    thinks, queued_s = threading.Event(), [0.0]
-    think = PooledWorker._think
-
-    def thought(worker: PooledWorker, outcome: Outcome | None) -> Any:
-        if outcome is not None:
-            thinks.wait(SOON_S)
-        return think(worker, outcome)
-
-    monkeypatch.setattr(PooledWorker, "_think", thought)
-    monkeypatch.setattr(PooledSampler, "queued_s", property(lambda _: queued_s[0]))
-    agent = world.agent(same)
-    agent.measure()
-    agent.report()
-    assert agent.report().state == "baseline"
-    queued_s[0] = 12.0
-    assert (agent.report().state, agent.last.reason) == ("searching", messages.waits_for_others(12.0))
-    queued_s[0] = 0.0
-    thinks.set()
-    assert agent.asked().role == "explore"
-    assert "its turn" not in agent.last.reason
-
-
-def test_where_nobody_can_be_asked_the_planner_is_named_and_that_is_told_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ready(_: PooledSampler) -> None:
-        raise SamplerError("the search process ended with exit code 1")
-
-    monkeypatch.setattr(PooledSampler, "ready", ready)
-    agent = world.agent(same, sampler="gp")
-    sentence = messages.planner_alone("the search process ended with exit code 1")
-    while agent.measure().role != "explore":
-        pass
-    agent.asked()
-    assert sentence in agent.last.notices  # its training says it
-    details, explained = shown(world), drawn(world)
-    assert [one.source for one in details.trials] == ["start", "planner", "planner"]
-    assert sentence not in details.run.notices  # it is one of the decisions
-    agent.goodbye(remarks=(Remark(sentence, 0.5, time.time()),))
-    assert [one.reason for one in shown(world).decisions].count(sentence) == 1
-    assert "(from the search)" not in explained + drawn(world)
-    assert "(from the planner)" in drawn(world)
-
-
 def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
     agent = world.agent(same)
     brain = world.registry.brain(RUN)
@@ -187,72 +65,9 @@ def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
     assert ([one.step for one in brain.steps], brain.knobs) == ([1, 2], START)  # that one came too late
 
 
-def test_a_run_is_shown_at_its_last_step_whose_figures_are_still_to_come(world: World) -> None:
-    agent = world.agent()
-    assert (shown(world).run.loss, shown(world).run.loss_step) == (None, None)
-    agent.report(step=500, steps=(StepFigures(497, 1.0), StepFigures(498, 1.0)), losses=((498, 2.5), (499, 2.25)))
-    run = shown(world).run
-    assert (run.step, run.loss, run.loss_step) == (500, 2.25, 499)
-
-
-def test_a_coverage_is_told_with_the_settings_that_it_was_measured_under(world: World) -> None:
-    agent = world.agent(same)
-    wide, narrow = replace(START, topk_ratio=0.4), replace(START, topk_ratio=0.1)
-    four = tuple(StepFigures(step, 100.0, None, 0.5) for step in range(1, 5))
-    agent.report(step=4, steps=four, changes=(Change(4, wide),))
-    assert shown(world).run.coverage is None  # of before
-    agent.report(step=8, steps=tuple(StepFigures(step, 100.0, None, 0.5) for step in range(5, 7)))
-    found = shown(world).run.coverage
-    assert found is not None
-    assert (found.measured, round(found.assumed, 2)) == (0.5, 0.98)
-    later = [StepFigures(step, 100.0, None, 0.5) for step in (7, 8)]  # figures come two steps late
-    agent.report(step=8, changes=(Change(8, narrow),))
-    agent.report(step=10, steps=(*later, StepFigures(9, 100.0, None, 0.15)))
-    found = shown(world).run.coverage
-    assert found is not None
-    assert (found.measured, round(found.assumed, 2)) == (0.15, 0.94)
-
-
-def test_what_was_saved_is_told_with_the_error_of_its_gain_on_every_screen(world: World) -> None:
-    agent = world.agent()
-    agent.run_until("frozen")
-    agent.report(count=Count(steps=100, seconds=10.0, tokens=100, spent_s=0.5, saved_s=2.0))
-    thought = world.registry.brain(RUN).thought
-    assert thought is not None
-    thought.gain = Gain(0.2, 0.01)
-    run = shown(world).run
-    assert run.gain == GainView(share=0.2, error=0.02, text="20 ± 2%", era=None)
-    assert run.account.saved == "2.00 ± 0.25 s saved"
-    assert ", saved 2.00 +/- 0.25 s" in top.line(document(run))
-    world.registry.command(RUN, "rollback")
-    agent.report()
-    assert shown(world).run.gain is None
-    assert shown(world).run.account.saved == "about 2 s saved"
-    assert shown(world).run.account.tokens is None  # one a step is what nobody has told
-    agent.report(count=Count(steps=200, seconds=20.0, tokens=51_300, spent_s=0.5, saved_s=2.0))
-    assert shown(world).run.account.tokens == 51_300
-
-
 def shown(world: World) -> RunDetails:
     """What the page is given."""
     return run_details(world.registry.brain(RUN), 0.0, world.store)
-
-
-def drawn(world: World) -> str:
-    """What `zftune explain` shows."""
-    console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(render(explain_document(world.store, world.store.runs()[0])))
-    return console.export_text()
-
-
-def test_the_page_names_the_slowest_rank(world: World) -> None:
-    agent = world.agent(same)
-    agent.measure(ranks_ms=(30.0, 44.0))
-    agent.asked()
-    assert shown(world).run.notices[-1] == (
-        "Rank 1 is the slowest: its step takes 44 ms without collectives, that of the fastest rank 30 ms; the other "
-        "ranks wait for it."
-    )
 
 
 def test_times_that_change_reopen_the_search(world: World) -> None:
@@ -310,15 +125,6 @@ def test_a_pause_puts_the_incumbent_back_and_holds_until_resume(world: World) ->
     assert world.kinds(record)[-1] == "unpause"
     with pytest.raises(NotAllowedError, match="cannot resume: the run is searching, not paused"):
         world.registry.command(RUN, "resume")
-
-
-def test_what_had_to_be_adopted_for_the_quality_is_not_taken_back(world: World) -> None:
-    agent = world.agent(same)
-    agent.measure(movement_percent=50.0)
-    agent.asked()
-    assert "movement" in world.kinds(agent.last.record)
-    with pytest.raises(NotAllowedError, match="cannot roll back: what was adopted had to be, for GPU memory or the"):
-        world.registry.command(RUN, "rollback")
 
 
 def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World) -> None:
@@ -442,23 +248,6 @@ def test_a_run_that_is_silent_is_lost_and_its_trial_crashed(world: World) -> Non
     assert request.setting not in {one.setting for one in later.requests}
 
 
-def test_a_run_that_was_taken_for_dead_goes_on(world: World) -> None:
-    agent = world.agent()
-    agent.measure()
-    request = agent.asked()
-    record = agent.last.record
-    assert record is not None
-    world.now_s = 60.0
-    world.registry.look_after_leases()
-    agent.say_hello(Reattach(record, request.trial))
-    assert agent.asked().role == "start"  # once more, after all that time
-    assert agent.last.record == record
-    agent.measure()
-    assert agent.asked().setting == request.setting
-    assert "crash" not in world.kinds(record)
-    agent.run_until("frozen")
-
-
 @pytest.mark.parametrize("reaped", [False, True])
 def test_a_daemon_that_was_killed_loses_nothing(world: World, *, reaped: bool) -> None:
     agent = world.agent()
@@ -504,16 +293,6 @@ def test_a_daemon_that_ends_in_order_leaves_the_run_to_the_next(world: World) ->
     assert agent.last.record == record
 
 
-def test_a_hello_said_twice_is_one_run(world: World) -> None:
-    agent = world.agent()
-    session = agent.session
-    agent.until(lambda: agent.last.record is not None)
-    agent.say_hello()
-    assert agent.session == session
-    assert world.registry.live_runs == 1
-    assert len(world.store.runs()) == 1
-
-
 def test_a_run_whose_results_belong_elsewhere_is_refused(world: World) -> None:
     world.registry.kept_in = "/srv/a.db"
     with pytest.raises(
@@ -524,17 +303,6 @@ def test_a_run_whose_results_belong_elsewhere_is_refused(world: World) -> None:
     assert world.registry.live_runs == 0
     world.registry.hello(replace(hello(), store="/srv/a.db", store_named=True))
     assert not any("store" in notice for notice in world.registry.brain(RUN).notices)
-
-
-def test_what_the_daemon_cannot_do_is_told_to_the_run(world: World) -> None:
-    world.registry.kept_in = "/srv/a.db"
-    world.path.rename(world.path.with_name("aside"))
-    world.registry.hello(replace(hello(), store="/srv/b.db"))
-    removed, elsewhere, *_ = world.registry.brain(RUN).notices
-    assert removed == "The file of the daemon's store was removed ('/srv/a.db'): what is learned is lost when it ends."
-    assert elsewhere == "What is learned is kept in the daemon's store, '/srv/a.db'."
-    assert Runs(world.registry).store() == "/srv/a.db (removed)"
-    assert Runs(world.registry).notices() == [removed]
 
 
 @pytest.mark.parametrize("trial", [None, 0])
@@ -585,16 +353,3 @@ def test_where_the_store_takes_nothing_the_baseline_stays(world: World, monkeypa
     with pytest.raises(Exception, match="the disk is full"):
         world.registry.command(RUN, "pause")
     assert agent.report().state == "frozen"  # not acknowledged, not done
-
-
-def test_a_search_that_cannot_be_made_stops_the_tuning(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zftune.daemon.runs import registry
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("a bug")
-
-    monkeypatch.setattr(registry, "prepare", fail)
-    agent = world.agent()
-    agent.until(lambda: agent.last.kind == "stop")
-    assert agent.last.incumbent is None
-    assert agent.last.reason == "the search could not be made; see the daemon's log"

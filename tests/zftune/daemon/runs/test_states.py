@@ -35,18 +35,6 @@ def test_a_state_follows_from_the_search(state: search.State, last: Decision | N
     assert states.of_search(state, last) == expected
 
 
-def test_a_thought_that_gets_no_core_is_the_reason_of_its_state() -> None:
-    others = "the training and other programs take them"
-    reason = f"choosing settings has waited 12 s for a core so far: {others}"
-    assert states.warming(12.3, 4.9) == states.Warming(reason)
-    reason = f"choosing the next setting has waited 12 s for a core: {others}"  # beside what all of them have waited
-    assert states.choosing(12.3, 4.9) == states.Searching(None, reason)
-    assert (states.warming(4.9, 4.9), states.choosing(4.9, 4.9)) == (states.Warming(), None)
-    reason = "choosing the next setting has waited 12 s for its turn: those of other runs of this daemon come first"
-    assert states.warming(99.0, 12.3) == states.Warming(reason)
-    assert states.choosing(99.0, 12.3) == states.Searching(None, reason)
-
-
 @pytest.mark.parametrize("state", WHOLE, ids=lambda one: one.name)
 def test_a_pause_holds_and_a_resume_goes_on(state: states.Going) -> None:
     paused = states.paused(state)

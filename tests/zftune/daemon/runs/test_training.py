@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +14,18 @@ import pytest
 import torch
 
 import zftune
-from tests.zftune.daemon.daemons import Daemon, serving
+from tests.zftune.daemon.in_process import Client, following
 from tests.zftune.daemon.runs.agents import facts
 from tests.zftune.daemon.runs.loops import ENDS_S, Direct, Loop, registry_of
 from zftune.daemon import PROTOCOL
 from zftune.daemon.client import session
-from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.runs.registry import Registry
 from zftune.errors import BadInputError, DaemonError
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.store.types import RunState, TrialState
+from zftune.store.types import RunState
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.space import Setting
-from zftune.tuner.training_info import WarmupStats
-
-HOSTED = "tests.zftune.daemon.runs.hosted"
 
 
 @pytest.fixture
@@ -63,6 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that tries again soon."""
     monkeypatch.setattr(session, "_LONGEST_BACKOFF_S", 0.2)
     monkeypatch.setattr(session, "QUICK_S", 0.01)
+    monkeypatch.setattr(session, "_SILENCE_S", 0.2)  # so that goodbye is given up soon
 
 
 def replayed(loop: Loop) -> Loop:
@@ -93,98 +88,37 @@ def assert_same_weights(loop: Loop) -> None:
         other.close()
 
 
-class Served:
-    """A daemon in a process of its own, and a client to look at it."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
-        self.more = {"ZFTUNE_DB": str(folder / "zftune.db"), "HOME": str(folder)}
-        self.daemon = self.begin()
-        self.client = DaemonClient(folder / "z.sock")
-
-    def begin(self, *arguments: str) -> Daemon:
-        self.daemon = self._stack.enter_context(serving(self.folder, *arguments, module=HOSTED, more=self.more))
-        return self.daemon
-
-    def transport(self) -> DaemonClient:
-        return DaemonClient(self.folder / "z.sock")
-
-    def run(self) -> Any:
-        (run,) = self.client.get("/v1/runs")
-        return run
-
-
-@pytest.fixture
-def hosted(folder: Path) -> Iterator[Served]:
-    with ExitStack() as stack:
-        served = Served(folder, stack)
-        stack.callback(served.client.close)
-        yield served
-
-
-def test_a_training_is_tuned_by_a_daemon_that_is_killed_in_between(
-    hosted: Served, loop: Callable[..., Loop], quick: None
-) -> None:
-    training = loop(hosted.transport(), most=9)
-    training.run(lambda: training.requested and training.live_role in ("explore", "b"))
-    record = hosted.run()["record"]
-    hosted.daemon.process.kill()
-    hosted.daemon.process.wait()
-    tuner = training.tuner
-    assert tuner is not None
-    training.run(lambda: not training.requested)  # it comes to its end
-    training.run(lambda: training.knobs == tuner.incumbent)
-    steps = training.optimizer.steps
-    training.run(lambda: training.optimizer.steps > steps + 10)
-    assert training.knobs == tuner.incumbent
-    assert not training.requested
-    hosted.begin()
-    training.run(lambda: [run["record"] for run in hosted.client.get("/v1/runs")] == [record])
-    training.run(lambda: training.requested and training.live_role == "start")  # once more
-    training.run(lambda: training.requested and training.live_role != "start")
-    tuner.close()
-    assert_same_weights(training)
-    assert all(balance.balanced for balance in training.optimizer.ledger().values())
-    with open_store(hosted.more["ZFTUNE_DB"]) as store:
-        (run,) = store.runs()
-        assert run.run_id == record
-        assert run.state is not RunState.RUNNING
-        assert "resume" in [one.kind for one in store.decisions(record)]
-        assert {one.state for one in store.trials(record)} <= {
-            TrialState.MEASURED, TrialState.ABORTED, TrialState.REJECTED, TrialState.VOID,
-        }  # fmt: skip
-    assert hosted.client.get("/v1/runs")[0]["state"] == "ended"
-
-
 def test_commands_reach_a_training(
-    hosted: Served, loop: Callable[..., Loop], quick: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, loop: Callable[..., Loop], quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "zftune")
-    training = loop(hosted.transport())
-    tuner = training.tuner
-    assert tuner is not None
-    training.run(lambda: training.requested and training.live_role == "explore")
-    run = hosted.run()["run"]
-    assert hosted.client.post(f"/v1/runs/{run}/pause")["state"] == "paused"
-    training.run(lambda: not training.requested)
-    training.run(lambda: training.knobs == tuner.incumbent)
-    steps = training.optimizer.steps
-    training.run(lambda: training.optimizer.steps > steps + 50)
-    assert not training.requested
-    hosted.client.post(f"/v1/runs/{run}/resume")
-    training.run(lambda: training.requested)
-    hosted.client.post(f"/v1/runs/{run}/stop")
-    training.run(lambda: not tuner.searching)
-    tuner.close()
-    training.step()  # the last change holds
-    assert training.knobs == tuner.incumbent
-    assert hosted.run()["state"] == "ended"
-    details = hosted.client.get(f"/v1/runs/{run}")
+    with following(tmp_path) as application, Client(application) as client:
+        training = loop(Client(application))
+        tuner = training.tuner
+        assert tuner is not None
+        training.run(lambda: training.requested and training.live_role == "explore")
+        (listed,) = client.get("/v1/runs")
+        run = listed["run"]
+        assert client.post(f"/v1/runs/{run}/pause")["state"] == "paused"
+        training.run(lambda: not training.requested)
+        training.run(lambda: training.knobs == tuner.incumbent)
+        steps = training.optimizer.steps
+        training.run(lambda: training.optimizer.steps > steps + 50)
+        assert not training.requested
+        client.post(f"/v1/runs/{run}/resume")
+        training.run(lambda: training.requested)
+        client.post(f"/v1/runs/{run}/stop")
+        training.run(lambda: not tuner.searching)
+        tuner.close()
+        training.step()  # the last change holds
+        assert training.knobs == tuner.incumbent
+        details = client.get(f"/v1/runs/{run}")
+    assert_same_weights(training)
+    assert details["run"]["state"] == "ended"
     assert [one["kind"] for one in details["decisions"]][-1] in ("stop", "remark")
     assert details["trials"][0]["source"] == "start"
     assert details["steps"]
     assert details["run"]["knobs"] == training.knobs.knobs()
-    assert details["run"]["loss"] is not None
     assert details["run"]["losses"]["sentence"]
     assert details["curve"][0]["loss"] is not None
     # the newest losses come before their steps' times
@@ -192,22 +126,6 @@ def test_commands_reach_a_training(
     named = [one for one in caplog.messages if one.startswith("zftune tunes this training as run ")]
     called = str(details["run"]["record"])[:8]
     assert named == [f"zftune tunes this training as run {called}, watch it with: zftune top {called}"]
-
-
-def test_the_planner_knows_the_emulated_accelerator_that_a_training_has(
-    transport: Direct, store: Store, loop: Callable[..., Loop]
-) -> None:
-    training = loop(transport, emulated=True, thinking_s=0.05)
-    training.run(lambda: training.requested)
-    (run,) = store.runs()
-    training.run(lambda: training.live_role == "explore")
-    looked_at = [one for one in store.trials(run.run_id) if one.number > 0]
-    assert looked_at[0].predicted_step_ms is not None
-    assert looked_at[0].predicted_step_ms > 1
-    assert not [one for one in transport.registry.brains()[0].notices if "predicted" in one]
-    here = transport.registry.brains()[0].hello.training.here
-    assert here is not None
-    assert run.key.hw_id == here.hardware.hw_id
 
 
 class Quick(Direct):
@@ -241,18 +159,6 @@ def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: C
     assert first[2] == second[2]
     differing = [(step, *ms) for step, ms in enumerate(zip(first[1], second[1], strict=True)) if ms[0] != ms[1]]
     assert differing == []
-
-
-def test_no_daemon_changes_nothing(tmp_path: Path, loop: Callable[..., Loop]) -> None:
-    training = loop(DaemonClient(tmp_path / "none.sock"))
-    training.run(lambda: training.optimizer.steps >= 60)
-    training.close()
-    assert training.changes == []
-    assert training.tuner is not None
-    first, last = training.tuner.notices
-    assert first.startswith("The daemon cannot be reached (no daemon serves '")
-    assert last == "zftune tuned nothing: no daemon has answered."
-    assert training.knobs == Setting.of(facts().config)
 
 
 class Odd:
@@ -336,14 +242,9 @@ def test_a_slow_daemon_delays_no_step(transport: Direct, loop: Callable[..., Loo
     try:
         training.run(lambda: training.tuner is not None and training.tuner.live is not None)
         assert training.tuner is not None
-        assert training.tuner.live is not None
-        live, took_s = training.tuner.live, []
         for _ in range(300):
-            before_s = live.overhead_s
             training.step()
-            took_s.append(live.overhead_s - before_s)
         assert not answered.is_set()
-        assert statistics.median(took_s) < 1e-3
         assert training.changes == []
     finally:
         release.set()
@@ -364,22 +265,9 @@ def test_a_loss_that_is_not_finite_ends_it(transport: Direct, store: Store, loop
     assert run.state is RunState.FINISHED
 
 
-def test_a_training_that_ends_before_its_search_is_there_to_be_resumed(
-    transport: Direct, store: Store, loop: Callable[..., Loop]
+def test_what_the_daemon_hears_while_nobody_answers_is_bounded(
+    transport: Direct, loop: Callable[..., Loop], quick: None
 ) -> None:
-    training = loop(transport)
-    training.run(lambda: training.requested and training.live_role == "explore")
-    training.close()
-    (run,) = store.runs()
-    assert run.state is RunState.LOST
-    assert TrialState.CRASHED not in {one.state for one in store.trials(run.run_id)}
-    later = loop(transport, fresh=False)
-    later.run(lambda: later.requested)
-    assert [one.run_id for one in store.runs()] == [run.run_id]
-    later.close()
-
-
-def test_what_the_daemon_hears_while_nobody_answers_is_bounded(transport: Direct, loop: Callable[..., Loop]) -> None:
     training = loop(transport)
     training.run(lambda: training.requested)
     transport.away.set()
@@ -414,14 +302,3 @@ def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPat
             assert tuner.search is None
     finally:
         training.close()
-
-
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_run_that_is_to_be_fresh_is_so_for_whoever_attaches(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> None:
-    monkeypatch.setenv("ZFTUNE_FRESH", str(int(fresh)))
-    training = Loop(None)
-    with zftune.attach(training.optimizer, store=False, daemon=False) as tuner:
-        driver = tuner._driver
-        assert isinstance(driver, LocalDriver)
-        assert driver._preparation.reader.facts(WarmupStats(training.optimizer.config, (), False)).wishes.fresh == fresh
-    training.close()
