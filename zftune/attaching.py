@@ -34,7 +34,7 @@ from zftune import losses
 from zftune.daemon.client.autostart import START_S
 from zftune.errors import BadInputError
 from zftune.exactness import is_exact, keep_exact
-from zftune.store.types import PROMISES, QUALITIES, Quality, check_study
+from zftune.store.types import PROMISES, QUALITIES, Quality
 from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
 from zftune.tuner.executor import Change
@@ -138,7 +138,6 @@ def attach(
     store: Store | Literal[False] | None = None,
     tune_memory: bool = False,
     fresh: bool = False,
-    study: str | None = None,
     seed: int = 0,
     most_measurements: int = 24,
     on_change: Change | None = None,
@@ -161,8 +160,6 @@ def attach(
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
         tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
         fresh: begin neither from a preset nor where an earlier run was ended.
-        study: a name that the tuners of several trainings share which train the same on machines of one kind, with one
-            store: none tries what another has taken, and each looks first at what another has adopted. None: none.
         seed: of the search.
         most_measurements: of the search; a setting may take 4, one to look at it and 3 to compare it.
         on_change: told of the step after which new knobs hold, and of the knobs.
@@ -196,7 +193,6 @@ def attach(
         zero_stage=zero_stage,
         tune_memory=tune_memory,
         fresh=fresh,
-        study="" if study is None else check_study("study", study),
         search=SearchOptions(seed=seed, most_measurements=most_measurements, hold=True),
     )
     if tokens is None:

@@ -50,7 +50,6 @@ class RestartOptions:
     """Settings in a row that are measured and not adopted, before it stops."""
     timeout_s: float = 1800.0
     """Most time of a run of the command."""
-    study: str = ""
     """That other processes share; "": none."""
     fresh: bool = False
     """Begin anew, where a run that was interrupted could be taken up."""

@@ -281,7 +281,7 @@ class Restarts:
             world_size=int(ranks[0].header["world_size"]),
             checkpointing=bool(model.get("checkpointing")),
         )
-        recording = Recording(self.rows, facts, quality, study=self.options.study)
+        recording = Recording(self.rows, facts, quality)
         recording.elapsed_s = self.took_s
         return recording
 
@@ -290,7 +290,7 @@ class Restarts:
     def _next(self) -> Request | None:
         search = self._searched()
         known = len(search.book.trials)
-        request = search.next() if self._recorder is None else self._recorder.choose(search)
+        request = search.next()
         for trial in search.book.trials[known:]:
             trial.forecast = None
         if request is not None and self.runs >= self.options.most_measurements:

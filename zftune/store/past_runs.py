@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
@@ -31,7 +30,6 @@ from zftune.store.types import (
     Decision,
     Key,
     Measurement,
-    PeerTrial,
     RunRecord,
     RunState,
     TrialRecord,
@@ -100,59 +98,6 @@ def spare(session: Session, run_id: str, *, void: str) -> None:
         row.state, row.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else void
 
 
-def peer_trials(session: Session, run_id: str, now: float) -> list[PeerTrial]:
-    """What the other runs of a run's study have taken, or have tried: of the same name, and of the same key.
-
-    Args:
-        session: of the transaction.
-        run_id: of the run.
-        now: where a run's lease has ended by then, what it had only taken is free again.
-    """
-    own = session.get_one(RunRow, run_id)
-    same = [getattr(RunRow, one.name) == getattr(own, one.name) for one in fields(Key)]
-    study = own.settings.get("study")
-    runs = session.scalars(select(RunRow).where(*same, RunRow.run_id != run_id)).all() if study else ()
-    living = {
-        row.run_id: row.state is RunState.RUNNING and row.lease_until_unix_s >= now
-        for row in runs
-        if row.settings.get("study") == study
-    }
-    if not living:
-        return []
-    incumbents = _incumbents(session, living)
-    counts = (TrialRow.run_id.in_(living), MeasurementRow.void_reason.is_(None))
-    measured = select(MeasurementRow.trial_id, MeasurementRow.token_us).join(TrialRow).where(*counts)
-    token_us = {row.trial_id: row.token_us for row in session.execute(measured.order_by(MeasurementRow.measurement_id))}
-    taken = (TrialState.PLANNED, TrialState.IN_FLIGHT)
-    return [
-        PeerTrial(
-            run_id=row.run_id,
-            number=row.number,
-            knobs=row.knobs,
-            state=row.state,
-            token_us=token_us.get(row.trial_id),
-            is_incumbent=row.trial_id in incumbents,
-        )
-        for row in session.scalars(select(TrialRow).where(TrialRow.run_id.in_(living)).order_by(TrialRow.trial_id))
-        if row.state not in (TrialState.REJECTED, TrialState.VOID) and (living[row.run_id] or row.state not in taken)
-    ]
-
-
-def _incumbents(session: Session, runs: Iterable[str]) -> set[int]:
-    """What runs have adopted last, by what was decided."""
-    adopted: dict[str, list[int]] = {}
-    decisions = select(DecisionRow).where(DecisionRow.run_id.in_(runs)).order_by(DecisionRow.decision_id)
-    for row in session.scalars(decisions):
-        found = adopted.setdefault(row.run_id, [])
-        if row.kind == "adopt" and row.trial_id is not None:
-            found.append(row.trial_id)
-        elif row.kind == "rollback":
-            del found[-1:]
-        elif row.kind == "guard":
-            found.clear()
-    return {found[-1] for found in adopted.values() if found}
-
-
 class PastRuns:
     """The part of a store that reads runs."""
 
@@ -201,14 +146,6 @@ class PastRuns:
             .order_by(DecisionRow.decision_id)
         )
         return self._database.read(lambda session: [decision_of(*row) for row in session.execute(order)])
-
-    def peers(self, run_id: str) -> list[PeerTrial]:
-        """What the other runs of a run's study have taken, or have tried; nothing where it is of none.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
-        return self._database.read(lambda session: peer_trials(session, run_id, self._clock()))
 
     def curve(self, run_id: str) -> Curve:
         """How a run went; empty where nothing was written of that.

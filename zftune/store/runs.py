@@ -17,8 +17,7 @@ from sqlalchemy.orm import Session
 from zftune.errors import StoreError
 from zftune.store.account import Account, Beat, Pulse, beat_of, runs_with_pulse, trains
 from zftune.store.locks import RunLocks
-from zftune.store.opening import wait_for_turn
-from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, peer_trials, spare, survivors, was_measured
+from zftune.store.past_runs import TAKEN_FOR_DEAD, PastRuns, spare, survivors, was_measured
 from zftune.store.presets import save_facts
 from zftune.store.tables import (
     REASON_LENGTH,
@@ -54,7 +53,6 @@ _SURVIVED = (
     "crash of it, unless it happens once more."
 )
 _VOID = "the search was interrupted before this setting was measured"
-TAKEN = "another tuner of the study has taken it"
 _RUNNING = "run '{}' is still running: wait until it has ended"
 
 
@@ -239,7 +237,6 @@ class Runs(PastRuns):
         predicted_step_ms: float | None = None,
         constraint: float | None = None,
         rejected: str | None = None,
-        claim: bool = False,
     ) -> TrialRecord:
         """Write down a setting.
 
@@ -250,30 +247,26 @@ class Runs(PastRuns):
             predicted_step_ms: the planner's.
             constraint: above 0 it breaks a limit, by so much.
             rejected: why it is never to be applied; None: it is planned.
-            claim: whether it is for nobody else of the run's study: it is rejected where another run was first.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
 
         def work(session: Session) -> TrialRecord:
-            own, now, reason = _own(session, run), self._clock(), rejected
-            if claim and rejected is None:
-                wait_for_turn(session.connection(), str(own.settings.get("study")))
-                taken = any(one.knobs == knobs for one in peer_trials(session, run.run_id, now))
-                reason = TAKEN if taken else None
+            _own(session, run)
+            now = self._clock()
             last = session.scalar(select(func.max(TrialRow.number)).where(TrialRow.run_id == run.run_id))
             row = TrialRow(
                 run_id=run.run_id,
                 number=0 if last is None else last + 1,
                 knobs=dict(knobs),
                 source=source,
-                state=TrialState.PLANNED if reason is None else TrialState.REJECTED,
-                reason=_cut(reason),
+                state=TrialState.PLANNED if rejected is None else TrialState.REJECTED,
+                reason=_cut(rejected),
                 predicted_step_ms=predicted_step_ms,
                 constraint=constraint,
                 created_unix_s=now,
-                ended_unix_s=None if reason is None else now,
+                ended_unix_s=None if rejected is None else now,
             )
             session.add(row)
             session.flush()

@@ -126,12 +126,9 @@ class Recording:
         facts: of the run.
         quality: what the user asked for.
         here: where it trains; None: in this process.
-        study: name of the study that it is of; "": of none.
     """
 
-    def __init__(
-        self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None, study: str = ""
-    ) -> None:
+    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
@@ -141,7 +138,6 @@ class Recording:
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
-        self._study = study
         self._here = here or MachineInfo.now(facts.rig)
         self.key = Key(
             model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend=facts.backend, stage=facts.stage,
@@ -186,7 +182,7 @@ class Recording:
             settings: of the search.
         """
         try:
-            return self._store.unfinished_run(self.key, knobs, {**settings, "study": self._study or None})
+            return self._store.unfinished_run(self.key, knobs, settings)
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -259,7 +255,7 @@ class Recording:
         taken = None
         try:
             taken = self._store.resume_run(run.run_id)
-            recorder = StoreRecorder(self._store, taken, self._study)
+            recorder = StoreRecorder(self._store, taken)
             lost = recorder.resume(search, learning_rate, is_another=is_another).lost
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
@@ -333,8 +329,6 @@ class Recording:
             LEARNING_RATE: learning_rate,
             UNSEARCHED: dict(unsearched or {}),
         }
-        if self._study:
-            settings["study"] = self._study
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         versions = self._here.versions
@@ -344,7 +338,7 @@ class Recording:
                 usable_cores=self._usable_cores, elapsed_s=self.elapsed_s, run_id=run_id,
             )  # fmt: skip
             self._versions, self._stake = versions, stake
-            self.recorder = StoreRecorder(self._store, run, self._study)
+            self.recorder = StoreRecorder(self._store, run)
         return self.recorder
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:

@@ -20,7 +20,6 @@ from zftune.tuner.states import (
     LIFE,
     OF_INCUMBENT,
     Choosing,
-    Comparing,
     Exploring,
     MeasuringBaseline,
     Outcome,
@@ -291,11 +290,6 @@ def _asks(search: Search, told: Told) -> bool:
         search.resume_choice(told.trial, told.role, told.stopped)
         if told.role == "explore":
             search.agenda.taken(search.book.trials[told.trial].setting)
-    elif isinstance(search.state, Comparing) and (told.role, search.book.trials[told.trial].source) == (
-        "explore",
-        "peer",
-    ):
-        search.turn_to(told.trial)
     request = search.next()
     return request is not None and (request.trial, request.role) == (told.trial, told.role)
 

@@ -306,7 +306,7 @@ def prepare(
 
     recording = None
     if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here, wishes.study)
+        recording = Recording(store, facts.run, wishes.quality, facts.here)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,

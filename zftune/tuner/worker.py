@@ -223,7 +223,7 @@ class LocalWorker(SearchWorker):
         if outcome is not None:
             self._take(outcome)
         while True:
-            request = search.next() if recorder is None else recorder.choose(search)
+            request = search.next()
             self._go_on()
             refused = None if recorder is None or request is None else recorder.before(search, request)
             if refused is None:

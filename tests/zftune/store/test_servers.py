@@ -24,7 +24,7 @@ from tests.governance.documents import blocks
 from tests.tiers import by_day, everything
 from tests.zftune.store.examples import CURVE, HARDWARE, KEY, KNOBS, MODEL, PRESET, measurement, other
 from tests.zftune.store.servers import PASSWORD, Server, emptied, served
-from tests.zftune.tuner.test_study import Tuner
+from tests.zftune.tuner.surfaces import Recorded
 from zftune.doctor.software import store_check
 from zftune.errors import StoreError
 from zftune.store import engines, open_store, opening
@@ -173,8 +173,8 @@ def test_the_roles_of_the_documentation_suffice_and_can_do_no_more(server: Serve
         assert store.notices == []
     with open_store(tuner) as store:
         assert store.notices == []
-        run = begun(store, settings={"study": "night"})
-        trial = store.add_trial(run, KNOBS, source="search", claim=True)
+        run = begun(store)
+        trial = store.add_trial(run, KNOBS, source="search")
         store.mark_in_flight(run, trial.trial_id)
         store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
         store.add_decision(run, Decision("adopt", "it is faster", trial.number))
@@ -425,9 +425,8 @@ def test_nobody_waits_for_a_server_whose_training_ends(server: Server, store: St
 def test_a_search_waits_for_a_server_that_restarts(
     server: Server, store: Store, back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(store, 1)
+    tuner = Recorded(store, 1)
     first = tuner.choose()
-    assert first is not None
     server.kill()
     try:
         if back:
@@ -437,7 +436,7 @@ def test_a_search_waits_for_a_server_that_restarts(
         outcome = tuner.driver.measure(first)
         tuner.search.tell(outcome)
         tuner.recorder.after(tuner.search, first, outcome)  # waits
-        request = tuner.recorder.choose(tuner.search)
+        request = tuner.search.next()
         assert request is not None
         refused = tuner.recorder.before(tuner.search, request)
     finally:
