@@ -202,8 +202,8 @@ class KeyColumns:
     sequence: Mapped[int]
     checkpointing: Mapped[bool]
     quality: Mapped[str] = mapped_column(String(16))
-    nodes: Mapped[int] = mapped_column(server_default="1")
-    shards: Mapped[int] = mapped_column(server_default="1")
+    nodes: Mapped[int]
+    shards: Mapped[int]
 
 
 class PresetRow(KeyColumns, Base):
