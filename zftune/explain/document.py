@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "zftune.explain/1"
-TUNE_SCHEMA = "zftune.tune/2"
+TUNE_SCHEMA = "zftune.tune/1"
 _FAR_MORE = 1.25  # times the newest movement: less is noise, and no reason to name two
 _ENDS, _GOES_ON = ("stop", "guard"), ("resume", "reopen")
 _UNKNOWN = (
@@ -218,7 +217,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "decisions": [decision(one) for one in told.decided],
         "history": [asdict(one) for one in told.measured],
         "rejected": words.rejected(rows),
-        "feasible": _region(run, rows, began_with, budget),
+        "feasible": _region(run, began_with, budget),
         "notices": [],
     }
 
@@ -312,28 +311,13 @@ def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
     return (1 + row.constraint) * float(budget)
 
 
-def _region(
-    run: RunRecord, rows: Sequence[Mapping[str, Any]], began_with: float | None, budget: float | None
-) -> list[dict[str, float]] | None:
+def _region(run: RunRecord, began_with: float | None, budget: float | None) -> list[dict[str, float]] | None:
     """What the budget allows now; a run keeps what its first one did."""
     kept: list[dict[str, float]] | None = run.settings.get("feasible")
     if not kept or not began_with or budget is None or budget == began_with:
-        return kept if "feasible" in run.settings else _feasible(rows, budget) if run.key.backend == "zenflow" else None
+        return kept
     limits = [(one["topk_ratio"], one["with_any_lag"] * budget / began_with) for one in kept]
     return [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in limits]
-
-
-def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:
-    """How long a window may be at each k that was judged; see `zftune.tuner.space.feasible`."""
-    found: dict[float, list[float]] = defaultdict(list)
-    for row in rows:
-        k, cost, stale = row["knobs"].get("topk_ratio"), row["quality_cost_steps"], row["staleness_steps"]
-        if budget and cost and stale and isinstance(k, int | float):
-            found[float(k)].append(budget * stale / cost)
-    most = [(k, sum(limits) / len(limits)) for k, limits in sorted(found.items())]
-    # With a lag of one step a gradient waits (S + 1) / 2 steps on average, with a lag of S steps it waits S.
-    limits = [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in most]
-    return limits if len(limits) > 1 else None
 
 
 def decision(one: Decided) -> dict[str, Any]:

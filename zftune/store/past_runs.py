@@ -161,7 +161,7 @@ class PastRuns:
         return self._database.read(work)
 
     def account(self, run_id: str) -> Account | None:
-        """What a run took, spent and gained so far; None: nobody counted, as in runs that are older than the account.
+        """What a run took, spent and gained so far; None: nobody has counted yet.
 
         Raises:
             StoreError: the store could not be read.

@@ -432,8 +432,7 @@ class Runs(PastRuns):
         now, closed = self._clock(), {}
         session.flush()
         total = account_of(session.get_one(RunRow, run_id)).total
-        known = {"spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
-        about = {TAKEN_FOR_DEAD: True, **(known if total.seconds else {})}  # not of a version that counted nothing
+        about = {TAKEN_FOR_DEAD: True, "spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
         for one in survivors(session, run_id) if in_flight is TrialState.CRASHED else ():
             measured = was_measured(session, one.trial_id)
             one.state, one.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else _VOID

@@ -132,9 +132,6 @@ class StoreRecorder:
         self._remarks.update(one.reason for one in decisions if one.kind == "remark")
         self._notes = len(search.notes)
         self.life += 1
-        if self._account == Account():  # of an older version, which counted nothing but what the search saw
-            cost = search.cost
-            self._account = Account(before=Count(seconds=cost.elapsed_s, spent_s=cost.spent_s))
         total = self.account.total
         search.cost.catch_up(total.spent_s, total.seconds)
         self._charge(search)

@@ -86,7 +86,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) 
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
     assert reasons == [note["reason"] for note in document["decisions"]]
     assert seen == list(range(1, 51))
-    assert document["schema"] == "zftune.tune/2"
+    assert document["schema"] == "zftune.tune/1"
     assert document["run"]["run_id"] == run.run_id
     assert document["steps"] == 50
     assert document["stopped"] == "All 50 steps are done."
