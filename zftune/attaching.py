@@ -39,7 +39,7 @@ from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
 from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
-from zftune.tuner.rank_channel import GlooChannel
+from zftune.tuner.rank_channel import RankChannel
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.scores import steps_of
 from zftune.tuner.search import SearchOptions
@@ -98,7 +98,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
     Raises:
         BadInputError: not all ranks are there, or the first one could not begin.
     """
-    exchange = GlooChannel()
+    exchange = RankChannel()
     consensus = KnobConsensus(optimizer, exchange, on_change)
     if consensus.is_first:
         return _lead(exchange, consensus, begin)
@@ -107,7 +107,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
     return Follower(optimizer, consensus)
 
 
-def _lead(exchange: GlooChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
+def _lead(exchange: RankChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
     try:
         tuner = begin(exchange.company, consensus)
     except BaseException:

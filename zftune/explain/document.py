@@ -65,7 +65,7 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
     Raises:
         StoreError: the store could not be read.
     """
-    trials, told = read(store, run, clock)
+    trials, told = replayed(store, run.run_id)
     model, hardware = facts_of(store, run.key)
     document = {
         "schema": SCHEMA,
@@ -136,23 +136,6 @@ def tune_document(
     return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
 
 
-def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list[TrialRecord], Replay]:
-    """A run's trials, and what its rows tell.
-
-    Raises:
-        StoreError: the store could not be read.
-    """
-    trials, told = replayed(store, run.run_id)
-    if told.counted:
-        return trials, told
-    now = clock()
-    until = now if goes_on(store, run, now) else run.ended_unix_s if run.state is RunState.FINISHED else None
-    trains_on = run.key.backend == "zenflow"  # others train nothing but trials
-    if until is not None and told.measured and trains_on and facts_of(store, run.key)[1].rig is None:
-        told.go_on(max(0.0, until - told.last_unix_s))
-    return trials, told
-
-
 def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, Any]:
     lives = goes_on(store, run, now)
     state = RunState.RUNNING if lives else RunState.LOST if run.state is RunState.RUNNING else run.state
@@ -167,18 +150,11 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
         "hw_id": run.key.hw_id,
         "began_unix_s": run.began_unix_s,
         "ended_unix_s": run.ended_unix_s,
-        "resumed": _resumed(told),
+        "resumed": len(told.account.earlier),
         "usable_cores": run.usable_cores,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
-
-
-def _resumed(told: Replay) -> int:
-    """How often another process went on with the training; one whose daemon was started again is the same."""
-    if told.counted:
-        return len(told.account.earlier)
-    return sum(one.decision.kind == "resume" for one in told.decided)
 
 
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:

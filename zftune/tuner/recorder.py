@@ -54,8 +54,8 @@ class StoreRecorder:
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
         """Says beside the rows what this process counts; None: it does not train, or does not yet."""
-        self._cost: tuple[float, float] | None = None
-        """What the search had spent, and in how long, before what it is told next; None: that follows from the rows."""
+        self._cost = (0.0, 0.0)
+        """What the search had spent, and in how long, before what it is told next."""
         self._stopped: str | None = None
         """Why the search had ended when it asked last; None: it had not."""
         self._ids: list[int] = []
@@ -118,6 +118,7 @@ class StoreRecorder:
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
         decisions = self._store.decisions(self._run.run_id)
         followed = rebuild(search, rows, measurements, decisions)
+        self._cost = search.cost.spent_s, search.cost.elapsed_s
         if is_another:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
         else:

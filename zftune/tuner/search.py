@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zftune.store.types import Decision, DecisionKind, TrialState
 from zftune.tuner import messages
@@ -19,7 +19,6 @@ from zftune.tuner.scores import (
     ChangePoint,
     ExplorationCost,
     Pace,
-    Planning,
     Sample,
     differs,
     gain,
@@ -53,6 +52,9 @@ from zftune.tuner.states import (
     WaitingForBudget,
 )
 from zftune.tuner.trials import CandidateQueue, TrialTable
+
+if TYPE_CHECKING:
+    from zftune.tuner.setup import Planning
 
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3

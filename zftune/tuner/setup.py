@@ -298,7 +298,7 @@ def prepare(
         least = 0.0 if wishes.tune_memory else start.offload_ratio
         planning = None
         if isinstance(forecast, PlannerForecast):
-            planning = _Planning(forecast, space, least, sampler_process, notices)
+            planning = Planning(forecast, space, least, sampler_process, notices)
         planned = () if planning is None else planning.planned()[:1]
         search = Search(space, start, forecast, planned, options, planning)
         search.book.device_limit_bytes = facts.device_limit_bytes
@@ -337,7 +337,7 @@ def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[st
 
 
 @dataclass(slots=True)
-class _Planning:
+class Planning:
     """The planner, asked in a process of its own.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 
 from zftune.store.types import Decision, TrialState
 from zftune.tuner import messages
-from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
+from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposal, propose
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
 from zftune.tuner.states import (
@@ -438,7 +438,7 @@ class CandidateQueue:
     """
 
     def __init__(self, book: TrialTable, planned: Sequence[Setting], sampler: Sampler, seed: int) -> None:
-        self.propose: Proposer = propose
+        self.propose: Callable[..., Proposal] = propose
         """Who answers what to look at next, where nothing is planned."""
         self._book, self._sampler, self._seed = book, sampler, seed
         start = book.trials[0].setting

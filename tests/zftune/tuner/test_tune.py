@@ -29,7 +29,7 @@ from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
 from zftune.text import time_left
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import _Planning
+from zftune.tuner.setup import Planning
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -107,13 +107,13 @@ def test_after_drift_the_planner_is_asked_again(
 ) -> None:
     """Steps take longer from some step on: the search begins again with what the planner chooses then."""
     asked: list[int] = []
-    planned = _Planning.planned
+    planned = Planning.planned
 
-    def counting(self: _Planning) -> Sequence[Setting]:
+    def counting(self: Planning) -> Sequence[Setting]:
         asked.append(1)
         return planned(self)
 
-    monkeypatch.setattr(_Planning, "planned", counting)
+    monkeypatch.setattr(Planning, "planned", counting)
 
     def on_step(done: int, tuner: Tuner) -> None:
         if tuner.search is not None and tuner.search.measurements > 1:
@@ -403,7 +403,7 @@ class Trainings:
 def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
     quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Planning, "planned", lambda _: [LATE])
+    monkeypatch.setattr(Planning, "planned", lambda _: [LATE])
     trainings = Trainings(quick, store)
     own = Setting.of(trainings.config)
     first, _ = trainings.train(2e-6, lambda tuner: tuner.gain > 0)
