@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from zftune.errors import StoreError, ZftuneError, noting
 from zftune.store.types import (
     Backend,
-    Barred,
     Evidence,
     Hardware,
     Key,
@@ -158,12 +157,11 @@ class Recording:
 
         Runs that ended without goodbye are closed first.
         """
-        rows: Sequence[Barred] = ()
+        found: list[BarredSetting] = []
         with noting(self.notices):
             self._store.reap()
-            rows = self._store.barred(self.key)
-        found = ((_setting(row.knobs), row.kind) for row in rows)
-        return tuple(BarredSetting(setting, kind) for setting, kind in found if setting is not None)
+            found += (BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in self._store.barred(self.key))
+        return tuple(found)
 
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
@@ -402,7 +400,7 @@ class Recording:
     def _presets_of(self, setting: Setting) -> list[Preset]:
         """Those of this key that were measured here."""
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
-        return [one for one in own if _setting(one.knobs) == setting]
+        return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
     def _judge_preset(self, search: Search) -> None:
         """Write down whether the preset that was measured again was the best, if it was compared with anything."""
@@ -461,15 +459,6 @@ def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     names = ("seed", "sampler", "most_measurements", "patience")
     dimensions = {one.name: list(one.choices) for one in space.dimensions}
     return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
-
-
-def _setting(knobs: Mapping[str, Any]) -> Setting | None:
-    """Of a row; None: of another version, which knows other knobs, so that this one cannot propose it."""
-    try:
-        return Setting.from_knobs(knobs)
-    except ZftuneError as error:
-        _logger.debug("A setting of the store is not one of this version's: %s.", error)
-        return None
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:

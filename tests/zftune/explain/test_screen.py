@@ -199,7 +199,7 @@ def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed
     told = [lateness_bound(explained(timed, rows.run, clock))]
     moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0958}]
     for moved in moves:
-        rows.measure(start, "start", 100, **moved)  # the last is of an older version, which kept no rate
+        rows.measure(start, "start", 100, **moved)  # at the last no rate was known
         told.append(lateness_bound(explained(timed, rows.run, clock)))
     assert [one.partition(":")[0] for one in told] == [
         "weights move 0.05% in a step at learning rate 3e-5",
