@@ -34,12 +34,12 @@ from zftune import losses
 from zftune.daemon.client.autostart import START_S
 from zftune.errors import BadInputError
 from zftune.exactness import is_exact, keep_exact
-from zftune.store.types import PROMISES, QUALITIES, Quality, check_study
+from zftune.store.types import PROMISES, QUALITIES, Quality
 from zftune.text import one_of
 from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
 from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
-from zftune.tuner.rank_channel import GlooChannel
+from zftune.tuner.rank_channel import RankChannel
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.scores import steps_of
 from zftune.tuner.search import SearchOptions
@@ -98,7 +98,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
     Raises:
         BadInputError: not all ranks are there, or the first one could not begin.
     """
-    exchange = GlooChannel()
+    exchange = RankChannel()
     consensus = KnobConsensus(optimizer, exchange, on_change)
     if consensus.is_first:
         return _lead(exchange, consensus, begin)
@@ -107,7 +107,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
     return Follower(optimizer, consensus)
 
 
-def _lead(exchange: GlooChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
+def _lead(exchange: RankChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
     try:
         tuner = begin(exchange.company, consensus)
     except BaseException:
@@ -138,7 +138,6 @@ def attach(
     store: Store | Literal[False] | None = None,
     tune_memory: bool = False,
     fresh: bool = False,
-    study: str | None = None,
     seed: int = 0,
     most_measurements: int = 24,
     on_change: Change | None = None,
@@ -161,8 +160,6 @@ def attach(
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
         tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
         fresh: begin neither from a preset nor where an earlier run was ended.
-        study: a name that the tuners of several trainings share which train the same on machines of one kind, with one
-            store: none tries what another has taken, and each looks first at what another has adopted. None: none.
         seed: of the search.
         most_measurements: of the search; a setting may take 4, one to look at it and 3 to compare it.
         on_change: told of the step after which new knobs hold, and of the knobs.
@@ -196,7 +193,6 @@ def attach(
         zero_stage=zero_stage,
         tune_memory=tune_memory,
         fresh=fresh,
-        study="" if study is None else check_study("study", study),
         search=SearchOptions(seed=seed, most_measurements=most_measurements, hold=True),
     )
     if tokens is None:

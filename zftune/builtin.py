@@ -55,8 +55,6 @@ class TuneOptions:
     search: SearchOptions = field(default_factory=SearchOptions)
     tune_memory: bool = False
     """Whether `offload_ratio` may be lowered, which takes GPU memory."""
-    study: str = ""
-    """That other processes share; "": none."""
     fresh: bool = False
     """Neither a preset nor an earlier run."""
 
@@ -160,7 +158,7 @@ def _tuner(training: Training[ZenFlowAdamW], options: TuneOptions, quality: Qual
     task = training.task
     wishes = TuneRequest(
         quality=quality, micro_batch=task.micro_batch, sequence=task.sequence, tune_memory=options.tune_memory,
-        fresh=options.fresh, study=options.study, search=options.search,
+        fresh=options.fresh, search=options.search,
     )  # fmt: skip
     return start_tuner(training.optimizer, wishes, tokens=training.tokens, store=store, name=training.workload.name)
 

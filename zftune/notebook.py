@@ -18,7 +18,7 @@ _SCREENS = {
     "zftune.profile/1": "zftune.profile.screen",
     "zftune.plan/1": "zftune.planner.screen",
     "zftune.explain/1": "zftune.explain.screen",
-    "zftune.tune/2": "zftune.explain.screen",
+    "zftune.tune/1": "zftune.explain.screen",
 }
 _IN_PYTHON = {"zftune.profile/1": {"shows_all": 'its item ["missing"] has which, and why'}}
 """What a screen says where there is no command line."""

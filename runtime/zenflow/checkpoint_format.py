@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from zenflow.config import ZenFlowConfig
-from zenflow.errors import CheckpointError, ConfigError
+from zenflow.errors import CheckpointError
 from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
 from zenflow.sharded import Rows, local_rows
 
-FORMAT = "zenflow.optimizer/2"
+FORMAT = "zenflow.optimizer/1"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
 BY_COLUMN = ("count", "slots", "importance", "proposed")
@@ -63,8 +63,8 @@ class SavedUpdate:
     """What its updates multiplied a weight with."""
     passed_over: list[int]
     """The bucket's slots that it did not update."""
-    steps: list[int] = field(default_factory=list)
-    """Whose gradients it has applied; empty in files that do not tell."""
+    steps: list[int]
+    """Whose gradients it has applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Header:
     imported: bool
     """From another optimizer's checkpoint: knobs and split are those of whoever loads it. Nothing is selected, logged
     or in flight, and the columns of a weight count alike."""
-    kept: dict[str, Any] | None = None
+    kept: dict[str, Any] | None
     """Knobs to go back to, where those in force may have been tried only; None: nobody tried any."""
 
     def to_json(self) -> str:
@@ -147,18 +147,11 @@ class Header:
 
 def _read_parts(found: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "made_with": _config(found["made_with"]),
-        "config": _config(found["config"]),
-        "change": None if found["change"] is None else _config(found["change"]),
+        "made_with": ZenFlowConfig(**found["made_with"]),
+        "config": ZenFlowConfig(**found["config"]),
+        "change": None if found["change"] is None else ZenFlowConfig(**found["change"]),
         "weights": [_weight(weight) for weight in found["weights"]],
     }
-
-
-def _config(values: Mapping[str, Any]) -> ZenFlowConfig:
-    known = {each.name for each in fields(ZenFlowConfig)}
-    if unknown := sorted(values.keys() - known):
-        raise ConfigError(f"{unknown[0]} is no knob of this release")
-    return ZenFlowConfig(**values)
 
 
 def _weight(values: Mapping[str, Any]) -> SavedWeight:

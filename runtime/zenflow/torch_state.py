@@ -119,6 +119,7 @@ def read(training: Training, state_dict: object, groups: Groups) -> Saved:
         weights=weights,
         flushed=False,
         imported=True,
+        kept=None,
     )
     return Saved(header, kept, tensors)
 

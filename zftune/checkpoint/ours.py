@@ -84,6 +84,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         weights=weights,
         flushed=False,
         imported=True,
+        kept=None,
     )
     groups = training.param_groups()
     groups[0][HEADER] = header.to_json()

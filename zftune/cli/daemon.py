@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from zftune.daemon.client.http import DaemonClient
 from zftune.errors import BadInputError, DaemonError, SocketHeldError
@@ -20,37 +19,8 @@ _ASK_S = 2.0
 _POLL_S = 0.05
 
 _Json = Annotated[str | None, typer.Option("--json", metavar="PATH", help="Write JSON; '-': standard output.")]
-_MOVED = {
-    "runs": "list",
-    "logs": "logs",
-    "pause": "pause",
-    "resume": "resume",
-    "rollback": "rollback",
-    "status": "show",
-    "stop": "stop",
-}
-"""What commands of `zftune daemon` are called under `zftune runs`; the last two are only where there is a RUN."""
-
-
-class _Daemon(TyperGroup):
-    """Names the new command where somebody types that of an earlier version."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first, *others = args or [""]
-        old, new = " ".join(["zftune daemon", *args]), None
-        with_run = bool(others) and not others[0].startswith("-")
-        if first in _MOVED and (with_run or first not in ("status", "stop")):
-            new = " ".join(["zftune runs", _MOVED[first], *others])
-        elif not first or (first.startswith("-") and first not in ctx.help_option_names):
-            new = " ".join(["zftune daemon start", *args])
-        if new is not None:
-            raise BadInputError(f"'{old}' is now: {new}")
-        return super().parse_args(ctx, args)
-
-
 daemon = typer.Typer(
     name="daemon",
-    cls=_Daemon,
     help="Start, show, open and stop the process that serves this machine's training runs.",
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -13,14 +13,12 @@ import typer
 from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
 from zftune.output import STANDARD_OUTPUT
-from zftune.store.types import check_study
 from zftune.text import one_of, time_left
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.builtin import OnStep
-    from zftune.store.store import Store
     from zftune.tuner.search import Search
     from zftune.tuner.space import Setting
     from zftune.tuner.states import Request
@@ -51,14 +49,6 @@ _Quality = Annotated[
 _Fresh = Annotated[
     bool,
     typer.Option("--fresh", help="Start a new search; ignore presets and unfinished runs."),
-]
-_Study = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Share the search with every zftune tune of this name that tunes the same on a machine of the same kind, "
-        "in one store ($ZFTUNE_DB): none tries what another has taken.",
-    ),
 ]
 _Measurements = Annotated[
     int,
@@ -94,7 +84,6 @@ def tune(
     sampler: Annotated[str, typer.Option(help="gp, tpe or random.")] = "gp",
     measurements: _Measurements = 24,
     fresh: _Fresh = False,
-    study: _Study = None,
     json_path: _Json = None,
     html_path: _Html = None,
     config: Annotated[str | None, _workload("A ds_config.json whose settings to begin with.")] = None,
@@ -127,8 +116,6 @@ def _check(given: Mapping[str, Any]) -> None:
     one_of("--sampler", given["sampler"], _SAMPLERS)
     if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
         raise BadInputError(f"--thinking-s is {given['thinking_s']}; it must be from 0 to {_LONGEST_THOUGHT_S:g}")
-    if given["study"] is not None:
-        check_study("--study", given["study"])
     if given["measurements"] < LEAST_MEASUREMENTS:
         raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= {LEAST_MEASUREMENTS}")
 
@@ -147,19 +134,12 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
         thinking_s=given["thinking_s"],
     )  # fmt: skip
     names = ("config", "quality", "rig", "ranks", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
-    options = TuneOptions(search=search, study=given["study"] or "", **{name: given[name] for name in names})
+    options = TuneOptions(search=search, **{name: given[name] for name in names})
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
     with open_store() as store, _log_lines(console), _progress(console, given["steps"]) as on_step:
-        _check_shared(given["study"], store)
         document = tune(options, on_step, store)
     console.print(render(document))
     return document
-
-
-def _check_shared(study: str | None, store: Store) -> None:
-    """Nobody shares a study in a store that ends with this process."""
-    if study is not None and not store.is_kept:
-        raise BadInputError(f"--study '{study}': allowed with a store that others open, too; {store.notices[-1]}")
 
 
 @contextmanager

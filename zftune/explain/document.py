@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = "zftune.explain/1"
-TUNE_SCHEMA = "zftune.tune/2"
+TUNE_SCHEMA = "zftune.tune/1"
 _FAR_MORE = 1.25  # times the newest movement: less is noise, and no reason to name two
 _ENDS, _GOES_ON = ("stop", "guard"), ("resume", "reopen")
 _UNKNOWN = (
@@ -66,7 +65,7 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
     Raises:
         StoreError: the store could not be read.
     """
-    trials, told = read(store, run, clock)
+    trials, told = replayed(store, run.run_id)
     model, hardware = facts_of(store, run.key)
     document = {
         "schema": SCHEMA,
@@ -137,22 +136,6 @@ def tune_document(
     return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
 
 
-def read(store: Store, run: RunRecord, clock: Callable[[], float]) -> tuple[list[TrialRecord], Replay]:
-    """A run's trials, and what its rows tell.
-
-    Raises:
-        StoreError: the store could not be read.
-    """
-    trials, told = replayed(store, run.run_id)
-    if told.counted:
-        return trials, told
-    now = clock()
-    until = now if goes_on(store, run, now) else run.ended_unix_s if run.state is RunState.FINISHED else None
-    if until is not None and told.measured and facts_of(store, run.key)[1].rig is None:
-        told.go_on(max(0.0, until - told.last_unix_s))
-    return trials, told
-
-
 def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, Any]:
     lives = goes_on(store, run, now)
     state = RunState.RUNNING if lives else RunState.LOST if run.state is RunState.RUNNING else run.state
@@ -167,18 +150,11 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
         "hw_id": run.key.hw_id,
         "began_unix_s": run.began_unix_s,
         "ended_unix_s": run.ended_unix_s,
-        "resumed": _resumed(told),
+        "resumed": len(told.account.earlier),
         "usable_cores": run.usable_cores,
         "settings": dict(run.settings),
         "versions": dict(run.versions),
     }
-
-
-def _resumed(told: Replay) -> int:
-    """How often another process went on with the training; one whose daemon was started again is the same."""
-    if told.counted:
-        return len(told.account.earlier)
-    return sum(one.decision.kind == "resume" for one in told.decided)
 
 
 def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:
@@ -213,7 +189,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
         "decisions": [decision(one) for one in told.decided],
         "history": [asdict(one) for one in told.measured],
         "rejected": words.rejected(rows),
-        "feasible": _region(run, rows, began_with, budget),
+        "feasible": _region(run, began_with, budget),
         "notices": [],
     }
 
@@ -298,28 +274,13 @@ def _quality_cost(run: RunRecord, row: TrialRecord) -> float | None:
     return (1 + row.constraint) * float(budget)
 
 
-def _region(
-    run: RunRecord, rows: Sequence[Mapping[str, Any]], began_with: float | None, budget: float | None
-) -> list[dict[str, float]] | None:
+def _region(run: RunRecord, began_with: float | None, budget: float | None) -> list[dict[str, float]] | None:
     """What the budget allows now; a run keeps what its first one did."""
     kept: list[dict[str, float]] | None = run.settings.get("feasible")
     if not kept or not began_with or budget is None or budget == began_with:
-        return kept if "feasible" in run.settings else _feasible(rows, budget)
+        return kept
     limits = [(one["topk_ratio"], one["with_any_lag"] * budget / began_with) for one in kept]
     return [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in limits]
-
-
-def _feasible(rows: Sequence[Mapping[str, Any]], budget: float | None) -> list[dict[str, float]] | None:
-    """How long a window may be at each k that was judged; see `zftune.tuner.space.feasible`."""
-    found: dict[float, list[float]] = defaultdict(list)
-    for row in rows:
-        k, cost, stale = row["knobs"].get("topk_ratio"), row["quality_cost_steps"], row["staleness_steps"]
-        if budget and cost and stale and isinstance(k, int | float):
-            found[float(k)].append(budget * stale / cost)
-    most = [(k, sum(limits) / len(limits)) for k, limits in sorted(found.items())]
-    # With a lag of one step a gradient waits (S + 1) / 2 steps on average, with a lag of S steps it waits S.
-    limits = [{"topk_ratio": k, "update_interval": 2 * stale - 1, "with_any_lag": stale} for k, stale in most]
-    return limits if len(limits) > 1 else None
 
 
 def decision(one: Decided) -> dict[str, Any]:

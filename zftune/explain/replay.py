@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _NEWEST = 3  # measurements of a setting that count, as in the search
 _CLOCK_S = 1e-5  # a wall clock in seconds is not more exact than this
-_ROUNDED_S = 2e-3  # decisions keep their times in milliseconds
 _UNFINISHED = (TrialState.ABORTED, TrialState.CRASHED, TrialState.VOID)
 
 
@@ -96,15 +95,13 @@ class Replay:
 
     Args:
         trials: in order.
-        counted: the process that trained has counted: rows say how long the run had taken.
     """
 
-    def __init__(self, trials: Sequence[TrialRecord], *, counted: bool = False) -> None:
-        self.counted = counted
+    def __init__(self, trials: Sequence[TrialRecord]) -> None:
         self.measured: list[Measured] = []
         self.decided: list[Decided] = []
         self.account = Account()
-        """Made from the rows, which is all there is where nobody has counted."""
+        """Of the run."""
         self.at_s = 0.0
         """How long the run had taken when the last row was written."""
         self.incumbent = 0
@@ -162,17 +159,6 @@ class Replay:
                 return TRAINED_ON in one.decision.details
         return False
 
-    def _take(self, seconds: float, incumbent_s: float) -> None:
-        share = 0.0 if self.gain is None else self.gain.saves
-        counted = self.account.total.tried(seconds, incumbent_s, share)
-        self.account = self.account.taken("", replace(counted, seconds=counted.seconds + seconds))
-        if not self.counted:
-            self.at_s = self.account.total.seconds
-
-    def go_on(self, seconds: float) -> None:
-        """Count time that the incumbent trained for and no row tells of."""
-        self._take(seconds, seconds)
-
     def step_ms(self, trial: int) -> float | None:
         """Of a trial's newest measurements together; None: it has none that count in the last era."""
         samples = self._samples.get(trial)
@@ -192,17 +178,12 @@ class Replay:
 
     def measure(self, trial: TrialRecord, row: Measurement) -> None:
         """Take in the next measurement."""
-        status, discarded, tokens = _about(row)
-        steps = list(row.steps_ms) or [row.step_ms] * row.steps
-        every = [*steps, *discarded]
-        seconds, count = sum(every) / 1e3, len(every)
+        status, tokens = row.aggregates["status"], max(1, row.aggregates["tokens"])
+        steps = list(row.steps_ms)
+        every = [*steps, *row.aggregates["discarded_ms"]]
         incumbent_ms = self.step_ms(self.incumbent)
-        self._between(row, incumbent_ms)
         challenged = row.role not in OF_INCUMBENT
-        before_ms = row.aggregates.get("before_ms") or incumbent_ms
-        incumbent_s = seconds if before_ms is None or not challenged else count * before_ms / 1e3
-        self._take(seconds, incumbent_s)
-        self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))  # 0.0: of an older version
+        self.at_s = max(self.at_s, row.aggregates.get("at_s", 0.0))
         self.ranks_ms = row.aggregates.get("ranks_ms", self.ranks_ms)
         if "movement_percent" in row.aggregates:
             self.movement_percent = row.aggregates["movement_percent"]
@@ -219,7 +200,7 @@ class Replay:
             self._keep(trial.number, status, sample_or_none, tokens, row.void_reason)
         one = Measured(
             number=len(self.measured) + 1, trial=trial.number, role=row.role, status=status, reason=row.void_reason,
-            steps=len(steps), seconds=seconds, ended_s=self.at_s, incumbent=self.incumbent,
+            steps=len(steps), seconds=sum(every) / 1e3, ended_s=self.at_s, incumbent=self.incumbent,
             incumbent_step_ms=self.step_ms(self.incumbent), era=self.eras[-1].number,
             **(_figures(None, tokens, ()) if status == "crashed" else _figures(sample_or_none, tokens, every)),
         )  # fmt: skip
@@ -241,12 +222,6 @@ class Replay:
                     return True
         return False
 
-    def _between(self, row: Measurement, incumbent_ms: float | None) -> None:
-        """Count the steps before a measurement: under the incumbent, and under a setting on its way in or out."""
-        seconds, late_s, late_steps = row.aggregates.get("between") or (0.0, 0.0, 0)
-        self._take(seconds, seconds)
-        self._take(late_s, late_s if not incumbent_ms else late_steps * incumbent_ms / 1e3)
-
     def _keep(self, trial: int, status: str, sample: Sample | None, tokens: int, reason: str | None) -> None:
         if status == "measured" and sample is not None:
             self._tokens = tokens
@@ -263,12 +238,7 @@ class Replay:
         details, trial = decision.details, decision.trial
         self._decisions.append(decision)
         before = self.incumbent
-        elapsed_s, spent_s = (details.get(name, 0.0) for name in ("elapsed_s", "spent_s"))
-        self.at_s = max(self.at_s, elapsed_s) if self.counted else self.at_s
-        total = self.account.total
-        more_s = elapsed_s - total.seconds
-        if more_s > _ROUNDED_S:  # no measurement tells of it: the incumbent trained meanwhile
-            self._take(more_s, more_s - max(0.0, spent_s - total.spent_s))
+        self.at_s = max(self.at_s, details.get("elapsed_s", 0.0))
         self._take_effect(decision)
         if trial is not None:
             self._eras[trial] = self.eras[-1].number
@@ -347,8 +317,6 @@ def replay(
     trials: Sequence[TrialRecord],
     measurements: Mapping[int, Sequence[Measurement]],
     decisions: Sequence[Decision],
-    *,
-    counted: bool = False,
 ) -> Replay:
     """Go through the rows of a run.
 
@@ -356,11 +324,10 @@ def replay(
         trials: in order.
         measurements: by the trials' ids.
         decisions: in order.
-        counted: as of `Replay`.
     """
-    told = Replay(trials, counted=counted)
+    told = Replay(trials)
     rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
-    rows.sort(key=lambda pair: pair[1].aggregates.get("sequence", pair[1].began_unix_s))
+    rows.sort(key=lambda pair: pair[1].aggregates["sequence"])
     next_row = 0
     for decision in _in_order(decisions):
         while next_row < len(rows) and _written(rows[next_row][1]) <= decision.at_unix_s + _CLOCK_S:
@@ -391,25 +358,15 @@ def replayed(store: Store, run_id: str) -> tuple[list[TrialRecord], Replay]:
     """
     trials = store.trials(run_id)
     measurements = {row.trial_id: store.measurements(row.trial_id) for row in trials}
-    account = store.account(run_id)
-    told = replay(trials, measurements, store.decisions(run_id), counted=account is not None)
-    if account is not None:
-        told.account = account
+    told = replay(trials, measurements, store.decisions(run_id))
+    told.account = store.account(run_id) or told.account
     return trials, told
-
-
-def _about(row: Measurement) -> tuple[str, list[float], int]:
-    """Status, discarded steps and tokens of a step."""
-    about: Mapping[str, Any] = row.aggregates
-    status = about.get("status", "measured" if row.void_reason is None else "void")
-    tokens = about.get("tokens") or (round(1e3 * row.step_ms / row.token_us) if row.token_us else 1)
-    return status, list(about.get("discarded_ms", ())), max(1, tokens)
 
 
 def _written(row: Measurement) -> float:
     """Wall clock at its end, when it was written down."""
-    _, discarded, _ = _about(row)
-    return row.began_unix_s + (sum(row.steps_ms) + sum(discarded)) / 1e3
+    discarded_ms: list[float] = row.aggregates["discarded_ms"]
+    return row.began_unix_s + (sum(row.steps_ms) + sum(discarded_ms)) / 1e3
 
 
 def _cause(decisions: Sequence[Decision]) -> str:

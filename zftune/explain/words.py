@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zenflow import ConfigError, ZenFlowConfig
+from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
 from zftune.quality import allowed_loss_percent, loss_bound, most_late_steps, moved_in_a_step
 from zftune.store.account import saved_in_words, within_noise
@@ -91,10 +91,7 @@ def to_copy(document: Document) -> list[str]:
 
 def _base(document: Document) -> ZenFlowConfig:
     """What no search changes of the training's configuration, and else the defaults."""
-    try:
-        return ZenFlowConfig(**document["run"]["settings"].get(UNSEARCHED, {}))
-    except (ConfigError, TypeError):  # of another version
-        return ZenFlowConfig()
+    return ZenFlowConfig(**document["run"]["settings"].get(UNSEARCHED, {}))
 
 
 def is_measured(document: Document) -> bool:

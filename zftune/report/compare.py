@@ -292,10 +292,8 @@ def _compared(name: str, a: list[float] | None, b: list[float] | None, *windows:
 
 
 def _losses(document: Document) -> dict[int, float]:
-    """By step, those that are known. Steps count from 1, where an older version's profile of a command has 0."""
-    rows = document["per_step"]
-    before = document["steps"]["discarded"] + 1 - rows[0]["step"]
-    return {before + row["step"]: row["loss"] for row in rows if row.get("loss") is not None}
+    """By step, those that are known."""
+    return {row["step"]: row["loss"] for row in document["per_step"] if row.get("loss") is not None}
 
 
 def _late_steps(a: Document, b: Document) -> list[int]:

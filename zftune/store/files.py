@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 KEPT_BACKUPS = 3
 LOCK_TIMEOUT_S = 60.0
@@ -135,17 +135,6 @@ def copy(source: Path, target: Path) -> None:
         contextlib.closing(sqlite3.connect(target, timeout=60)) as write,
     ):
         read.backup(write)
-
-
-def read_frozen(source: Path, target: Any) -> None:
-    """Copy a database that nobody can write, as it is without its log, into an open connection.
-
-    Raises:
-        sqlite3.Error: it cannot be read.
-    """
-    url = f"{source.absolute().as_uri()}?mode=ro&immutable=1"
-    with contextlib.closing(sqlite3.connect(url, uri=True)) as read:
-        read.backup(target)
 
 
 def set_aside(path: Path) -> Path:

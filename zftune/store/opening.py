@@ -1,4 +1,4 @@
-"""Opening a database: its engine, schema and backups. Whatever is wrong, a store comes out, at worst in memory."""
+"""Opening a database: its engine, tables and backups. Whatever is wrong, a store comes out, at worst in memory."""
 
 from __future__ import annotations
 
@@ -185,26 +185,9 @@ class _Written:
         return not self._values or all(getattr(found, name, None) == one for name, one in self._values.items())
 
 
-REVISIONS = ("0001", "0002", "0003", "0004")
-"""Oldest first. They are the files of `migrations/versions`; Alembic is imported only where one has to be run."""
-HEAD = REVISIONS[-1]
-
+HEAD = "0001"
+"""Of `migrations/versions`; Alembic is imported only where the tables have to be made."""
 MIGRATIONS = Path(__file__).with_name("migrations")
-
-
-def upgrade(connection: Connection) -> None:
-    """Bring a database to the newest schema, within the connection's transaction.
-
-    Raises:
-        SQLAlchemyError: a statement failed.
-    """
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
 
 
 def database_file(value: str, home: Path, environment: dict[str, str], root: Path = Path("/")) -> Path:
@@ -237,7 +220,7 @@ def chosen(path: Path, which: str) -> Path:
 
 
 def restore(path: Path, backup: Path) -> Path | None:
-    """Put a backup in the database's place, and bring it to the newest schema.
+    """Put a backup in the database's place.
 
     Args:
         path: the database; a usable one is backed up first, and programs that have it open go on with what was
@@ -281,16 +264,10 @@ def _make_room(path: Path, backup: Path) -> Path | None:
 
 
 _IN_MEMORY = "what zftune learns is kept in memory until it ends"
-_MEMORY = "the store in memory"
-MIGRATION_LOCK = "zftune"
 
 
 class Unusable(Exception):  # noqa: N818 - a finding that becomes a notice
     """A database that is not to be used; the message says why, and goes on after its name."""
-
-
-class Unwritable(Unusable):
-    """A database that cannot be written, and perhaps can be read."""
 
 
 def open_database(
@@ -328,18 +305,14 @@ def open_database(
         notices.append(f"{error}: {_IN_MEMORY}")
     except Unusable as reason:
         shown = location.shown if not notices else "the store"
-        copied = _copy_in_memory(location.path) if isinstance(reason, Unwritable) else None
-        also = "" if copied is None else "what it holds is read, and "
-        notices.append(f"{shown} {reason}: {also}{_IN_MEMORY}")
-        if copied is not None:
-            return Database(copied, _MEMORY, serial=True), None, notices
+        notices.append(f"{shown} {reason}: {_IN_MEMORY}")
     engine = memory_engine()
     Base.metadata.create_all(engine)
-    return Database(engine, _MEMORY, serial=True), None, notices
+    return Database(engine, "the store in memory", serial=True), None, notices
 
 
 def prepare(path: Path) -> None:
-    """Make a SQLite file ready for use: there, sound, of the newest schema, with a write-ahead log.
+    """Make a SQLite file ready for use: there, sound, with its tables and a write-ahead log.
 
     Raises:
         Unusable: it is not to be touched.
@@ -350,24 +323,21 @@ def prepare(path: Path) -> None:
         state = files.state_of(path)
         check(state)
         if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-            raise Unwritable("cannot be written")
+            raise Unusable("cannot be written")
         if state.revision == HEAD:
             return
-        if state.kind == "empty":
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        else:
-            files.back_up(path)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
             connection.execute("PRAGMA journal_mode=WAL")
         engine = file_engine(path)
         try:
-            _upgrade(engine)
+            _make_tables(engine)
         finally:
             engine.dispose()
 
 
 def check(state: files.FileState) -> None:
-    """Refuse what is no database of this or an older zftune.
+    """Refuse what is no database of this zftune.
 
     Raises:
         Unusable: says what is wrong.
@@ -376,10 +346,9 @@ def check(state: files.FileState) -> None:
         raise Unusable(f"is corrupt ({state.detail}) and was left as it is (zftune presets restore)")
     if state.kind == "foreign":
         raise Unusable("is another program's database and was left as it is")
-    if state.revision is not None and state.revision not in REVISIONS:
-        raise Unusable(
-            f"has the schema {_short(state.revision)} of a newer zftune (this one supports {HEAD}) and was not opened"
-        )
+    if state.revision is not None and state.revision != HEAD:
+        found = state.revision[:32]
+        raise Unusable(f"has the schema {found!r} of another zftune (this one's is {HEAD}) and was not opened")
 
 
 @contextlib.contextmanager
@@ -388,7 +357,7 @@ def _reasons() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unwritable(f"cannot be used ({error.strerror or error})") from error
+        raise Unusable(f"cannot be used ({error.strerror or error})") from error
     except Unusable:
         raise
     except Exception as error:
@@ -429,20 +398,6 @@ def _own_folder(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _copy_in_memory(path: Path | None) -> Engine | None:
-    """A copy of a database that cannot be written; None if there is none, or not one that can be used as it is."""
-    try:
-        if path is None or not path.is_file():
-            return None
-        engine = memory_engine()
-        with engine.connect() as connection:
-            files.read_frozen(path, connection.connection.driver_connection)
-        with engine.connect() as connection:
-            return engine if connection.execute(_VERSION).scalar() == HEAD else None
-    except (OSError, ValueError, sqlite3.Error, SQLAlchemyError):  # it was said already that it cannot be used
-        return None
-
-
 def _server(location: Location, clock: Callable[[], float]) -> Database:
     assert location.url is not None
     check_server(location.url)
@@ -453,8 +408,8 @@ def _server(location: Location, clock: Callable[[], float]) -> Database:
             found = [] if "alembic_version" not in tables else connection.execute(_VERSION).scalars().all()
             database.ahead_s = connection.execute(_NOW).scalar_one() - clock()
         check(files.FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
-        if not found or found[0] != HEAD:
-            _upgrade(server_engine(location.url, _MIGRATION_S))
+        if not found:
+            _make_tables(server_engine(location.url, _MIGRATION_S))
         return database
 
 
@@ -462,23 +417,20 @@ _NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precisi
 _VERSION = text("SELECT version_num FROM alembic_version")
 
 
-def _upgrade(engine: Engine) -> None:
+def _make_tables(engine: Engine) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with engine.execution_options(zftune_writes=True).begin() as connection:
-        wait_for_turn(connection, MIGRATION_LOCK)
-        upgrade(connection)
+        wait_for_turn(connection)
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
 
 
-def wait_for_turn(connection: Connection, name: str) -> None:
-    """Take a lock that ends with the transaction. A transaction that writes to a file is alone in any case.
-
-    Args:
-        connection: in a transaction that writes.
-        name: of the lock; those that have another one go on.
-    """
+def wait_for_turn(connection: Connection) -> None:
+    """Take the lock of whoever makes a server's tables. A transaction that writes to a file is alone in any case."""
     if connection.dialect.name == "postgresql":
-        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
+        key = int.from_bytes(hashlib.sha256(b"zftune").digest()[:8], signed=True)
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
-
-
-def _short(revision: str) -> str:
-    return repr(revision[:32])

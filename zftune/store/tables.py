@@ -102,7 +102,7 @@ def run_of(row: RunRow) -> RunRecord:
 
 
 def account_of(row: RunRow) -> Account:
-    """What is kept of a run's account; nothing where it is of an older version."""
+    """What is kept of a run's account; nothing before anybody has counted."""
     return Account() if row.account is None else Account.of(row.account)
 
 
@@ -202,8 +202,8 @@ class KeyColumns:
     sequence: Mapped[int]
     checkpointing: Mapped[bool]
     quality: Mapped[str] = mapped_column(String(16))
-    nodes: Mapped[int] = mapped_column(server_default="1")
-    shards: Mapped[int] = mapped_column(server_default="1")
+    nodes: Mapped[int]
+    shards: Mapped[int]
 
 
 class PresetRow(KeyColumns, Base):

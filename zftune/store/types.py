@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
-
-from zftune.errors import BadInputError
 
 Quality = Literal["exact", "published", "loose"]
 QUALITIES: tuple[Quality, ...] = get_args(Quality)
@@ -305,7 +302,7 @@ class TrialRecord:
     """0, 1, .. in its run."""
     knobs: Mapping[str, Any]
     source: str
-    """Who proposed it: "start", "planner", "search", "preset", "peer" or "reference"."""
+    """Who proposed it: "start", "planner", "search", "preset" or "reference"."""
     state: TrialState
     reason: str | None
     predicted_step_ms: float | None
@@ -313,40 +310,6 @@ class TrialRecord:
     """Above 0: the planner says it breaks a limit, by so much."""
     created_unix_s: float
     ended_unix_s: float | None
-
-
-_STUDY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def check_study(option: str, name: str) -> str:
-    """A study's name.
-
-    Args:
-        option: as the user calls it.
-        name: that was given.
-
-    Raises:
-        BadInputError: it is none.
-    """
-    if _STUDY.fullmatch(name) is None:
-        allowed = "1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or a digit"
-        raise BadInputError(f"{option} is {name[:80]!r}; it must be {allowed}")
-    return name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerTrial:
-    """A setting that another run of a study has taken, or has tried."""
-
-    run_id: str
-    number: int
-    """0: what the run's search began from."""
-    knobs: Mapping[str, Any]
-    state: TrialState
-    token_us: float | None
-    """Of its newest measurement that counts."""
-    is_incumbent: bool
-    """Whether that run has adopted it, and nothing since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -78,15 +78,6 @@ class Proposal:
 
 
 Judge = Callable[[Setting], Evaluation]
-
-
-class Proposer(Protocol):
-    """`propose`, here or elsewhere."""
-
-    def __call__(
-        self, space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int
-    ) -> Proposal:
-        """The setting to look at next."""
 
 
 def propose(space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int) -> Proposal:

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, Protocol
@@ -57,18 +57,6 @@ def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
     return GpuDisturbance(sampler, uuid)
 
 
-class Sampler(Protocol):
-    """What a `NvmlSampler` is asked here."""
-
-    def summary(
-        self, begin_ns: int, end_ns: int, uuids: Collection[str] | None = None
-    ) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """The figures over a window."""
-
-    def stop(self) -> None:
-        """End."""
-
-
 class NoDisturbance:
     """Nobody watches."""
 
@@ -88,7 +76,9 @@ class GpuDisturbance:
         clock_ns: the sampler's clock.
     """
 
-    def __init__(self, sampler: Sampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self, sampler: NvmlSampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._sampler, self._clock_ns = sampler, clock_ns
         self._uuids = None if uuid is None else [uuid]
         self._begin_ns = clock_ns()

@@ -164,11 +164,6 @@ def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
     return f"Not adopted after one look: {_what(trial, incumbent)} {how}."
 
 
-def outdone(trial: Trial, adopted: Trial) -> str:
-    """A comparison was let go."""
-    return f"Not compared any further: {trial.setting}: another tuner of the study has adopted {adopted.setting}."
-
-
 def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidden: bool = False) -> str:
     """A comparison for speed.
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -126,27 +126,8 @@ class UnheardError(Exception):
     """Not all ranks could be heard."""
 
 
-class RankChannel(Protocol):
-    """Carries words."""
-
-    rank: int
-    size: int
-
-    def say(self, word: RankMessage, talk: LeaderMessage | None) -> None:
-        """Send this rank's; returns at once. Raises UnheardError."""
-
-    def hear(self) -> StepMessages:
-        """What all have said the last time. Raises UnheardError, which others may not have got."""
-
-    def settle(self, number: int, wish: str) -> str:
-        """What holds for a number: the first wish of any rank for it. Raises UnheardError."""
-
-    def close(self, most_s: float) -> None:
-        """Let what was said last get to the others, within some seconds."""
-
-
-class GlooChannel:
-    """Over torch.distributed's default group; all ranks make it at the same time.
+class RankChannel:
+    """Carries words over torch.distributed's default group; all ranks make it at the same time.
 
     Args:
         patience_s: how long to wait for a rank that is not there.
@@ -173,6 +154,7 @@ class GlooChannel:
         self._said: torch.Tensor | None = None
 
     def say(self, word: RankMessage, talk: LeaderMessage | None) -> None:
+        """Send this rank's; returns at once. Raises UnheardError."""
         self._said = room(self.size)
         fill(self._said, self.rank, word, talk)
         try:
@@ -183,6 +165,7 @@ class GlooChannel:
             raise UnheardError(_line(error)) from error
 
     def hear(self) -> StepMessages:
+        """What all have said the last time. Raises UnheardError, which others may not have got."""
         assert self._said is not None
         try:
             self._work.wait(self._patience)
@@ -191,6 +174,7 @@ class GlooChannel:
             raise UnheardError(_line(error)) from error
 
     def settle(self, number: int, wish: str) -> str:
+        """What holds for a number: the first wish of any rank for it. Raises UnheardError."""
         try:
             return bytes(self._store.compare_set(f"{self._prefix}/{number}", "", wish)).decode()
         except (RuntimeError, ValueError) as error:
@@ -211,6 +195,7 @@ class GlooChannel:
         return bool(asked)
 
     def close(self, most_s: float) -> None:
+        """Let what was said last get to the others, within some seconds."""
         if self._work is not None:
             with suppress(RuntimeError, ValueError):
                 self._work.wait(timedelta(seconds=most_s))

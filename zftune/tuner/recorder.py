@@ -16,7 +16,7 @@ from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.rows import Followed, lives, measurement_row, rebuild
 from zftune.tuner.search import Search
-from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, REFERENCES, TRAINED_ON, Outcome, Request, Stopped
+from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, TRAINED_ON, Outcome, Request, Stopped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 """For so long a search waits for a database server that is away; its training does not."""
-_SHARED = (*REFERENCES, "peer")
-"""Who proposes what every tuner of a study measures."""
 _MAY_COME_BACK = frozenset((TRAINED_ON, LEARNING_RATE))
 """In the details of remarks that say something new each time."""
 _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is expected
@@ -39,15 +37,14 @@ class StoreRecorder:
     Args:
         store: open.
         run: begun or resumed.
-        study: name of the study that it is of; "": of none.
     """
 
-    def __init__(self, store: Store, run: Run, study: str = "") -> None:
+    def __init__(self, store: Store, run: Run) -> None:
         self.notices: list[str] = []
         """Sentences: why nothing more is written."""
         self.curve = CurveBuilder()
         """How the training goes; written with what is measured."""
-        self._store, self._run, self._study = store, run, study
+        self._store, self._run = store, run
         self._hurried = threading.Event()
         self._curve_version = 0
         self._account = store.account(run.run_id) or Account()
@@ -55,8 +52,8 @@ class StoreRecorder:
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
         """Says beside the rows what this process counts; None: it does not train, or does not yet."""
-        self._cost: tuple[float, float] | None = None
-        """What the search had spent, and in how long, before what it is told next; None: that follows from the rows."""
+        self._cost = (0.0, 0.0)
+        """What the search had spent, and in how long, before what it is told next."""
         self._stopped: str | None = None
         """Why the search had ended when it asked last; None: it had not."""
         self._ids: list[int] = []
@@ -119,6 +116,7 @@ class StoreRecorder:
         measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
         decisions = self._store.decisions(self._run.run_id)
         followed = rebuild(search, rows, measurements, decisions)
+        self._cost = search.cost.spent_s, search.cost.elapsed_s
         if is_another:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
         else:
@@ -133,9 +131,6 @@ class StoreRecorder:
         self._remarks.update(one.reason for one in decisions if one.kind == "remark")
         self._notes = len(search.notes)
         self.life += 1
-        if self._account == Account():  # of an older version, which counted nothing but what the search saw
-            cost = search.cost
-            self._account = Account(before=Count(seconds=cost.elapsed_s, spent_s=cost.spent_s))
         total = self.account.total
         search.cost.catch_up(total.spent_s, total.seconds)
         self._charge(search)
@@ -145,20 +140,6 @@ class StoreRecorder:
         self._trials(search)
         self._decisions(search)
         return followed
-
-    def choose(self, search: Search) -> Request | None:
-        """What to measure next, by what the other tuners of the study know; none of them has taken it."""
-        while True:
-            if self._study and not self.notices:
-                with self._keeping():
-                    search.hear(self._store.peers(self._run.run_id))
-            request = search.next()
-            if request is None or not self._study or self.notices:
-                return request
-            with self._keeping():
-                self._trials(search)
-            if search.book.trials[request.trial].state is not TrialState.REJECTED:
-                return request
 
     def hurry(self) -> None:
         """Wait for no database server any more."""
@@ -325,21 +306,17 @@ class StoreRecorder:
 
     def _trials(self, search: Search) -> None:
         for trial in search.book.trials[len(self._ids) :]:
-            rejected = trial.reason if trial.state is TrialState.REJECTED else None
             row = self._store.add_trial(
                 self._run,
                 trial.setting.knobs(),
                 source=trial.source,
                 predicted_step_ms=trial.forecast.step_ms if trial.forecast is not None else None,
                 constraint=trial.constraint,
-                rejected=rejected,
-                claim=bool(self._study) and trial.source not in _SHARED,
+                rejected=trial.reason if trial.state is TrialState.REJECTED else None,
             )
             if row.number != trial.number:
                 raise ZftuneError(f"trial {trial.number} became row {row.number}: another process writes to this run")
             self._ids.append(row.trial_id)
-            if row.state is TrialState.REJECTED and rejected is None:
-                search.pass_over(trial.number, row.reason or "")
 
     def _measured(self, request: Request, outcome: Outcome, state: TrialState | None) -> None:
         began_unix_s = time.time() - outcome.seconds

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zftune.errors import StoreError, ZftuneError, noting
 from zftune.store.types import (
-    Barred,
     Evidence,
     Hardware,
     Key,
@@ -124,12 +123,9 @@ class Recording:
         facts: of the run.
         quality: what the user asked for.
         here: where it trains; None: in this process.
-        study: name of the study that it is of; "": of none.
     """
 
-    def __init__(
-        self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None, study: str = ""
-    ) -> None:
+    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
@@ -139,7 +135,6 @@ class Recording:
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self._store = store
-        self._study = study
         self._here = here or MachineInfo.now(facts.rig)
         self.key = Key(
             model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend="zenflow", stage=facts.stage,
@@ -160,12 +155,11 @@ class Recording:
 
         Runs that ended without goodbye are closed first.
         """
-        rows: Sequence[Barred] = ()
+        found: list[BarredSetting] = []
         with noting(self.notices):
             self._store.reap()
-            rows = self._store.barred(self.key)
-        found = ((_setting(row.knobs), row.kind) for row in rows)
-        return tuple(BarredSetting(setting, kind) for setting, kind in found if setting is not None)
+            found += (BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in self._store.barred(self.key))
+        return tuple(found)
 
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
@@ -184,7 +178,7 @@ class Recording:
             settings: of the search.
         """
         try:
-            return self._store.unfinished_run(self.key, knobs, {**settings, "study": self._study or None})
+            return self._store.unfinished_run(self.key, knobs, settings)
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -257,7 +251,7 @@ class Recording:
         taken = None
         try:
             taken = self._store.resume_run(run.run_id)
-            recorder = StoreRecorder(self._store, taken, self._study)
+            recorder = StoreRecorder(self._store, taken)
             lost = recorder.resume(search, learning_rate, is_another=is_another).lost
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
@@ -331,8 +325,6 @@ class Recording:
             LEARNING_RATE: learning_rate,
             UNSEARCHED: dict(unsearched or {}),
         }
-        if self._study:
-            settings["study"] = self._study
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         versions = self._here.versions
@@ -342,7 +334,7 @@ class Recording:
                 usable_cores=self._usable_cores, elapsed_s=self.elapsed_s, run_id=run_id,
             )  # fmt: skip
             self._versions, self._stake = versions, stake
-            self.recorder = StoreRecorder(self._store, run, self._study)
+            self.recorder = StoreRecorder(self._store, run)
         return self.recorder
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
@@ -406,7 +398,7 @@ class Recording:
     def _presets_of(self, setting: Setting) -> list[Preset]:
         """Those of this key that were measured here."""
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
-        return [one for one in own if _setting(one.knobs) == setting]
+        return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
     def _judge_preset(self, search: Search) -> None:
         """Write down whether the preset that was measured again was the best, if it was compared with anything."""
@@ -465,15 +457,6 @@ def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     names = ("seed", "sampler", "most_measurements", "patience")
     dimensions = {one.name: list(one.choices) for one in space.dimensions}
     return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
-
-
-def _setting(knobs: Mapping[str, Any]) -> Setting | None:
-    """Of a row; None: of another version, which knows other knobs, so that this one cannot propose it."""
-    try:
-        return Setting.from_knobs(knobs)
-    except ZftuneError as error:
-        _logger.debug("A setting of the store is not one of this version's: %s.", error)
-        return None
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:

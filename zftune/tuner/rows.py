@@ -1,7 +1,7 @@
 """What a search was told, as rows of the store, and the search that follows from them.
 
-Rows that do not follow from those before them, such as those of a version that went by other rules, cost the comparison
-that was open there, and no more: what was adopted, and what it gained, is in the decisions.
+Rows that do not follow from those before them cost the comparison that was open there, and no more: what was adopted,
+and what it gained, is in the decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from zftune.tuner.states import (
     LIFE,
     OF_INCUMBENT,
     Choosing,
-    Comparing,
     Exploring,
     MeasuringBaseline,
     Outcome,
@@ -41,12 +40,12 @@ class Told:
     outcome: Outcome
     life: int = 0
     """How often its run had been resumed before."""
-    cost: tuple[float, float] | None = None
-    """What the search had spent until then, and in how long; None: of an older version."""
+    cost: tuple[float, float] = (0.0, 0.0)
+    """What the search had spent until then, and in how long."""
     stopped: str | None = None
-    """Why the search had ended, and only looked at step times; None: it had not, or the row is of an older version."""
+    """Why the search had ended, and only looked at step times; None: it had not."""
     trials: int = 0
-    """How many settings it had thought of by then; 0: of an older version."""
+    """How many settings it had thought of by then."""
 
 
 def measurement_row(
@@ -55,11 +54,11 @@ def measurement_row(
     sequence: int,
     *,
     began_unix_s: float,
-    life: int = 0,
-    cost: tuple[float, float] | None = None,
+    life: int,
+    cost: tuple[float, float],
+    trials: int,
     at_s: float | None = None,
     stopped: str | None = None,
-    trials: int = 0,
 ) -> Measurement:
     """What the store keeps of an outcome, all of it.
 
@@ -69,10 +68,10 @@ def measurement_row(
         sequence: how many outcomes of the search came before.
         began_unix_s: wall clock.
         life: how often the run was resumed before.
-        cost: what the search had spent before it was told, and in how long; None: that follows from the rows.
+        cost: what the search had spent before it was told, and in how long.
+        trials: how many were written down before it.
         at_s: how long the run had taken when it ended; None: nobody counts that.
         stopped: why the search had ended before it was asked for; None: it had not.
-        trials: how many were written down before it; 0: nobody needs to know.
     """
     sample = Sample.of(outcome.steps_ms, request.setting.update_interval, outcome.tokens)
     token_us, mad_us = describe(sample) if sample.token_us else (0.0, None)
@@ -94,10 +93,10 @@ def measurement_row(
             "host_bytes": outcome.host_bytes,
             "between": astuple(outcome.between),
             "life": life,
-            **({} if cost is None else {"cost": cost}),
+            "cost": cost,
+            "trials": trials,
             **({} if at_s is None else {"at_s": at_s}),
             **({} if stopped is None else {"stopped": stopped}),
-            **({"trials": trials} if trials else {}),
             **({"called_off": True} if outcome.called_off else {}),
             **({} if outcome.pace is None else {"pace": asdict(outcome.pace)}),
             **({"ranks_ms": list(outcome.ranks_ms)} if outcome.ranks_ms else {}),
@@ -155,7 +154,7 @@ def rebuild(
             for one in moves:
                 _obey(search, trials, one)
         _take_in(search, thought_of)
-        _charge(search, told)
+        search.cost.spent_s, search.cost.elapsed_s = told.cost
         known = len(book.trials)
         follows = _follows(search, told)
         lost += not (_agrees(search, trials[known : len(book.trials)]) and follows)
@@ -208,19 +207,13 @@ def _repeat(search: Search, trials: Sequence[TrialRecord]) -> None:
                 trial.state = TrialState.VOID  # it was repeated
 
 
-def _charge(search: Search, told: Told) -> None:
-    """What it had cost by then: rows do not tell of all that the training has counted."""
-    if told.cost is not None:
-        search.cost.spent_s, search.cost.elapsed_s = told.cost
-
-
 def lives(measurements: Mapping[int, Sequence[Measurement]]) -> int:
     """In how many lives of a run something was measured.
 
     Args:
         measurements: of its trials.
     """
-    return 1 + max((int(one.aggregates.get("life", 0)) for rows in measurements.values() for one in rows), default=-1)
+    return 1 + max((one.aggregates["life"] for rows in measurements.values() for one in rows), default=-1)
 
 
 def _take_in(search: Search, trials: Sequence[TrialRecord]) -> None:
@@ -248,11 +241,9 @@ def _in_order(trials: Iterable[TrialRecord], measurements: Mapping[int, Sequence
 
 def _told(trial: TrialRecord, row: Measurement) -> Told:
     about, outcome = row.aggregates, _outcome(row)
-    cost = about.get("cost")
     return Told(
-        trial.number, row.role, outcome, int(about.get("life", 0)), None if cost is None else tuple(cost),
-        about.get("stopped"), about.get("trials", 0),
-    )  # fmt: skip
+        trial.number, row.role, outcome, about["life"], tuple(about["cost"]), about.get("stopped"), about["trials"]
+    )
 
 
 def _outcome(row: Measurement) -> Outcome:
@@ -265,7 +256,7 @@ def _outcome(row: Measurement) -> Outcome:
         device_bytes=about["device_bytes"],
         host_bytes=about["host_bytes"],
         reason=row.void_reason or "",
-        between=UnmeasuredSteps(*about.get("between", ())),
+        between=UnmeasuredSteps(*about["between"]),
         called_off=about.get("called_off", False),
         pace=Pace(**about["pace"]) if "pace" in about else None,
         ranks_ms=tuple(about.get("ranks_ms", ())),
@@ -291,11 +282,6 @@ def _asks(search: Search, told: Told) -> bool:
         search.resume_choice(told.trial, told.role, told.stopped)
         if told.role == "explore":
             search.agenda.taken(search.book.trials[told.trial].setting)
-    elif isinstance(search.state, Comparing) and (told.role, search.book.trials[told.trial].source) == (
-        "explore",
-        "peer",
-    ):
-        search.turn_to(told.trial)
     request = search.next()
     return request is not None and (request.trial, request.role) == (told.trial, told.role)
 

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,6 @@ from torch import nn
 from zenflow import StepStats
 from zftune.planner.rates import Rates
 from zftune.store.types import Ratios
-from zftune.tuner.space import Forecaster, Setting
 
 OTHER_TIMES = 0.10
 """Of the incumbent's time: where a comparison's measurement of it differs by so much, times have changed."""
@@ -125,20 +123,6 @@ class Pace:
             host_gbps=host_bytes / host_ms / 1e6 if host_bytes and host_ms > 0 else None,
             link_gbps=sent / total_ms / 1e6 if sent and waited_ms > _BUSY_LINK * total_ms else None,
         )
-
-
-class Planning(Protocol):
-    """The planner, who is asked again where times have changed."""
-
-    @property
-    def forecast(self) -> Forecaster:
-        """Its prediction for a setting, by what it knows now."""
-
-    def learn(self, before: Pace | None, now: Pace) -> None:
-        """Take in what a setting showed before a change, and what it shows now."""
-
-    def planned(self) -> Sequence[Setting]:
-        """Its own choices, best first; may take seconds."""
 
 
 def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zftune.store.types import Decision, DecisionKind, PeerTrial, TrialState
+from zftune.store.types import Decision, DecisionKind, TrialState
 from zftune.tuner import messages
 from zftune.tuner.scores import (
     LEAST_GAIN,
@@ -19,7 +19,6 @@ from zftune.tuner.scores import (
     ChangePoint,
     ExplorationCost,
     Pace,
-    Planning,
     Sample,
     differs,
     gain,
@@ -54,6 +53,9 @@ from zftune.tuner.states import (
 )
 from zftune.tuner.trials import CandidateQueue, TrialTable
 
+if TYPE_CHECKING:
+    from zftune.tuner.setup import Planning
+
 __all__ = ["MOST_VOIDS", "Search", "SearchOptions"]
 MOST_VOIDS = 3
 _COMPARISON, _ONCE_MORE = 3, 2  # measurements; the latter of the challenger and of the incumbent
@@ -64,7 +66,7 @@ MOST_RESTARTS = 4
 """For changed times, before a search came to its end: from there on it waits, ever longer, or ends."""
 _LONGEST_HOLD = 32  # times as many steps
 _MOST_TIES = 2
-_PLANNED = ("planner", "preset", "peer")
+_PLANNED = ("planner", "preset")
 _FOR_CHANGES = 0.25  # of what exploring may cost, where it may wait: the planner's choices once times change gain most
 _OTHER_TIMES = 0.05  # of the step time: where the incumbent's differs by so much, what was measured is no longer true
 _MOVEMENT_NOISE = 0.1  # of the bound on lateness: by so much more the incumbent may be late before another replaces it
@@ -160,46 +162,6 @@ class Search:
         self.book.restore_start()
         self._note("guard", reason, self.book.incumbent.number)
         self.state = Stopped(reason, final=True)
-
-    def hear(self, peers: Sequence[PeerTrial]) -> None:
-        """Take in what the other tuners of the study know, before `next()` chooses.
-
-        Args:
-            peers: their trials.
-        """
-        faster = self.book.hear(peers)
-        self.agenda.suggest_peers(faster)
-        state = self.state
-        if not faster or not isinstance(state, Comparing) or state.purpose != "gain":
-            return
-        judged, challenger = self.book.judge(faster[0]), self.book.trials[state.trial]
-        if not judged.rejected and challenger.source != "peer" and self.book.outdone(challenger, faster[0]):
-            trial = self.book.add(judged, "peer")
-            if self._missing_s(trial) <= 0:
-                self.turn_to(trial.number)
-
-    def turn_to(self, trial: int) -> None:
-        """Let go of what is being compared: another tuner of the study has adopted what is faster than that.
-
-        Args:
-            trial: the number of what it has adopted.
-        """
-        assert isinstance(self.state, Comparing)
-        let_go = self.book.trials[self.state.trial]
-        seen = gain(self.book.incumbent.samples, let_go.samples, seed=self.options.seed)
-        self._note("keep", messages.outdone(let_go, self.book.trials[trial]), let_go.number, gain=seen.share)
-        self.state = Exploring(trial)
-
-    def pass_over(self, trial: int, reason: str) -> None:
-        """Choose another setting than the one that was chosen: another tuner of the study was first.
-
-        Args:
-            trial: its number.
-            reason: a sentence.
-        """
-        self.book.pass_over(self.book.trials[trial], reason)
-        if isinstance(self.state, Exploring) and self.state.trial == trial:
-            self.state = Choosing()
 
     def left(self) -> tuple[int, int]:
         """How many measurements are still made where nothing faster turns up, and where all that are allowed are made.
@@ -473,7 +435,7 @@ class Search:
             self.state = Choosing()
             return
         self.state = self._comparing(trial, "gain")
-        if trial.source == "peer" or (trial.source in (*_PLANNED, *REFERENCES) and self._last_role == "start"):
+        if trial.source in (*_PLANNED, *REFERENCES) and self._last_role == "start":
             # Nobody picked it for its time here, and the incumbent was measured before: the first two are there.
             self.state = replace(self.state, before=tuple(incumbent.samples[-1:]), after=(sample,))
 

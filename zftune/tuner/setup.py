@@ -291,7 +291,7 @@ def prepare(
         least = 0.0 if wishes.tune_memory else start.offload_ratio
         planning = None
         if isinstance(forecast, PlannerForecast):
-            planning = _Planning(forecast, space, least, sampler_process, notices)
+            planning = Planning(forecast, space, least, sampler_process, notices)
         planned = () if planning is None else planning.planned()[:1]
         search = Search(space, start, forecast, planned, options, planning)
         search.book.device_limit_bytes = facts.device_limit_bytes
@@ -299,7 +299,7 @@ def prepare(
 
     recording = None
     if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here, wishes.study)
+        recording = Recording(store, facts.run, wishes.quality, facts.here)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
@@ -330,7 +330,7 @@ def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[st
 
 
 @dataclass(slots=True)
-class _Planning:
+class Planning:
     """The planner, asked in a process of its own.
 
     Args:

@@ -188,7 +188,7 @@ class Trial:
     number: int
     setting: Setting
     source: str
-    """Who proposed it: "start", "planner", "search", "preset", "peer" or "reference"."""
+    """Who proposed it: "start", "planner", "search", "preset" or "reference"."""
     state: TrialState = TrialState.PLANNED
     reason: str = ""
     forecast: Forecast | None = None

@@ -58,8 +58,6 @@ class TuneRequest:
     zero_stage: int = 0
     tune_memory: bool = False
     fresh: bool = False
-    study: str = ""
-    """Name of the study that other tuners of the same store share; "": none."""
     search: SearchOptions = field(default_factory=SearchOptions)
 
 

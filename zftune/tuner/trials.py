@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from zftune.errors import ZftuneError
-from zftune.store.types import Decision, PeerTrial, TrialState
+from zftune.store.types import Decision, TrialState
 from zftune.tuner import messages
-from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposer, propose
+from zftune.tuner.forecast import MOST_REJECTIONS, Evaluation, Observation, Proposal, propose
 from zftune.tuner.scores import ERRORS, LEAST_GAIN, Gain, Sample, score
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
 from zftune.tuner.states import (
@@ -61,9 +60,6 @@ class TrialTable:
         self._gains: Gains[Setting] = Gains(start)
         self.tokens = 1
         """Of a step."""
-        self.peers: Mapping[Setting, float | None] = {}
-        """Settings that other tuners of the study have taken or tried, with their time over the starting point's; None:
-        not measured, or from another starting point."""
         self.device_limit_bytes: int | None = None
         """Most GPU memory at the peak; None: there is no such limit."""
 
@@ -299,45 +295,6 @@ class TrialTable:
         self.trials[trial.number] = trial
         self._newest[trial.setting] = trial
 
-    def hear(self, peers: Sequence[PeerTrial]) -> list[Setting]:
-        """Take in what other tuners of the study know.
-
-        Args:
-            peers: their trials.
-
-        Returns:
-            What they have adopted that was faster there than the incumbent is here, the fastest first.
-        """
-        start = self.trials[0].setting
-        of_start = {one.run_id: one.token_us for one in peers if one.number == 0 and _setting(one) == start}
-        found: dict[Setting, float | None] = {}
-        adopted: dict[Setting, float] = {}
-        for one in peers:
-            setting, beginning = _setting(one), of_start.get(one.run_id)
-            if setting is None or setting == start:
-                continue
-            relative = one.token_us / beginning if one.token_us and beginning else None
-            found[setting] = relative if relative is not None else found.get(setting)
-            if one.state is TrialState.CRASHED:
-                self._barred.setdefault(setting, "crash")
-            elif one.is_incumbent and relative is not None:
-                adopted[setting] = relative
-        self.peers = found
-        limit = (1 - self.gain_share) * (1 - LEAST_GAIN)
-        faster = [one for one in adopted if adopted[one] < limit and self.find(one) is None]
-        return sorted(faster, key=lambda one: adopted[one])
-
-    def outdone(self, challenger: Trial, setting: Setting) -> bool:
-        """Whether what another tuner has adopted was faster there than a challenger has looked here."""
-        seen = (1 - self.gain_share) * score(challenger.samples) / score(self.incumbent.samples)
-        return (self.peers.get(setting) or math.inf) < seen * (1 - LEAST_GAIN)
-
-    def pass_over(self, trial: Trial, reason: str) -> None:
-        """Leave a setting to another tuner of the study that was first."""
-        trial.state, trial.reason = TrialState.REJECTED, reason
-        self._newest.pop(trial.setting, None)
-        self.peers = {trial.setting: None, **self.peers}
-
     def drop(self, trial: Trial) -> None:
         """Let go of a trial that its run did not come to: the setting may be proposed again."""
         trial.state = TrialState.VOID
@@ -398,13 +355,8 @@ class TrialTable:
         constraint, reason = max(reasons, default=(self._margin(setting), ""))
         told = self._told(known) if known is not None else None
         if told is None:
-            told = Observation(setting, self._value(self._elsewhere(setting) or relative), constraint)
-        return Evaluation(told, known is not None or setting in self.peers, reason, forecast)
-
-    def _elsewhere(self, setting: Setting) -> float | None:
-        """Its time over the incumbent's, as another tuner of the study has measured it."""
-        relative = self.peers.get(setting)
-        return None if relative is None else relative / (1 - self.gain_share)
+            told = Observation(setting, self._value(relative), constraint)
+        return Evaluation(told, known is not None, reason, forecast)
 
     def _excess(self, forecast: Forecast) -> float:
         """By which share of the limit the incumbent's measured peak and what is predicted beyond it are too much."""
@@ -416,11 +368,7 @@ class TrialTable:
 
     def told(self) -> list[Observation]:
         """All that is known, for Optuna."""
-        own = [trial for trial in self.trials if self._newest.get(trial.setting) is trial]
-        known = {trial.setting for trial in own}
-        found = [self._told(trial) for trial in own]
-        # One that is measured elsewhere now counts as the planner sees it: the next one is sought elsewhere.
-        found += [self.judge(setting).told for setting in sorted(self.peers.keys() - known, key=str)]
+        found = [self._told(trial) for trial in self.trials if self._newest.get(trial.setting) is trial]
         return [told for told in found if told is not None]
 
     def _told(self, trial: Trial) -> Observation | None:
@@ -490,7 +438,7 @@ class CandidateQueue:
     """
 
     def __init__(self, book: TrialTable, planned: Sequence[Setting], sampler: Sampler, seed: int) -> None:
-        self.propose: Proposer = propose
+        self.propose: Callable[..., Proposal] = propose
         """Who answers what to look at next, where nothing is planned."""
         self._book, self._sampler, self._seed = book, sampler, seed
         start = book.trials[0].setting
@@ -516,15 +464,6 @@ class CandidateQueue:
     def taken(self, setting: Setting) -> None:
         """It was looked at, by the store's rows: it is not planned any more."""
         self._planned = [one for one in self._planned if one[0] != setting]
-
-    def suggest_peers(self, settings: Sequence[Setting]) -> None:
-        """Look first at what other tuners of the study have adopted.
-
-        Args:
-            settings: that, the fastest first; what was said before does not hold any more.
-        """
-        others = [(setting, source) for setting, source in self._planned if source != "peer"]
-        self._planned = [*((setting, "peer") for setting in settings), *others]
 
     def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
         """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
@@ -560,7 +499,7 @@ class CandidateQueue:
             if known is not None and known.state is TrialState.PLANNED and not self._book.judge(setting).rejected:
                 return known  # it was too dear before
             self._planned.pop(0)
-            if known is not None or (setting in self._book.peers and source != "peer"):
+            if known is not None:
                 continue
             judged = self._book.judge(setting)
             trial = self._book.add(judged, source)
@@ -574,16 +513,8 @@ class CandidateQueue:
         if waiting is not None and not self._book.judge(waiting.setting).rejected:
             return waiting
         book = self._book
-        seed = int(np.random.SeedSequence([self._seed, book.tried + len(book.peers)]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self._seed, book.tried]).generate_state(1)[0])
         proposal = self.propose(book.space, book.told(), book.judge, sampler=self._sampler, seed=seed)
         for judged in proposal.rejected[:MOST_REJECTIONS]:
             book.add(judged, "search")
         return None if proposal.chosen is None else book.add(proposal.chosen, proposal.source)
-
-
-def _setting(trial: PeerTrial) -> Setting | None:
-    """Of a peer; None: of another version, which knows other knobs."""
-    try:
-        return Setting.from_knobs(trial.knobs)
-    except ZftuneError:
-        return None

@@ -167,76 +167,11 @@ class SearchWorker(ABC):
         """End the work, as soon as that can be; the search is the caller's again."""
 
 
-class LocalWorker(SearchWorker):
-    """Thinks about a search of this process.
-
-    Args:
-        search: that is thought about.
-        recorder: where it is written down.
-    """
-
-    def __init__(self, search: Search, recorder: StoreRecorder | None = None) -> None:
-        self._search = search
-        self._recorder = recorder
-        self._asked: Request | None = None
-        self._answer: Answer | None = None
-
-    def idle(self, between: UnmeasuredSteps) -> None:
-        self._search.idle(between)
-
-    def applied(self, step: int, setting: Setting) -> None:
-        if self._recorder is not None:
-            self._recorder.curve.change(step, setting.knobs())
-
-    def observe(self, stats: StepStats) -> None:
-        if self._recorder is not None:
-            self._recorder.curve.step(stats.step, stats.step_ms, stats.coverage)
-
-    def hear_loss(self, step: int, loss: float) -> None:
-        if self._recorder is not None and math.isfinite(loss):
-            self._recorder.curve.loss(step, loss)
-
-    def stop(self, reason: str) -> None:
-        self._search.stop(reason or messages.ENDED_EARLY)
-
-    def _take(self, outcome: Outcome) -> None:
-        known = len(self._search.notes)
-        self._search.tell(outcome)
-        for note in self._search.notes[known:]:
-            if note.kind == "remark":
-                self._warn(note.reason)
-        if self._recorder is not None and self._asked is not None:
-            self._recorder.after(self._search, self._asked, outcome)
-
-    def _warn(self, sentence: str) -> None:
-        """Say what is not as it should be."""
-        _logger.warning("%s", sentence)
-
-    def _put_away(self, outcome: Outcome) -> None:
-        self._take(outcome)
-
-    def _go_on(self) -> None:
-        """Raises where nobody waits for an answer any more: nothing is written down as in flight then."""
-
-    def _think(self, outcome: Outcome | None) -> Answer:
-        search, recorder = self._search, self._recorder
-        if outcome is not None:
-            self._take(outcome)
-        while True:
-            request = search.next() if recorder is None else recorder.choose(search)
-            self._go_on()
-            refused = None if recorder is None or request is None else recorder.before(search, request)
-            if refused is None:
-                self._asked = request
-                return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
-            search.stop(refused)
-
-
 DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
 """A worker's class, or what stands for one."""
 
 
-class ThreadWorker(LocalWorker):
+class ThreadWorker(SearchWorker):
     """Thinks in a thread, and lets a process of low priority ask Optuna and the planner.
 
     Where that process fails, the planner alone goes on, in the thread; where the search fails, it ends with a sentence
@@ -256,8 +191,9 @@ class ThreadWorker(LocalWorker):
         sampler_process: SamplerProcess | None = None,
         clock: Clock = REAL_CLOCK,
     ) -> None:
-        super().__init__(search, recorder)
-        self._clock = clock
+        self._search, self._recorder, self._clock = search, recorder, clock
+        self._asked: Request | None = None
+        self._answer: Answer | None = None
         self._sampler_process = sampler_process or SamplerProcess(gives_way=not clock.simulated)
         self._closing = False
         self._wrong: str | None = None
@@ -292,6 +228,24 @@ class ThreadWorker(LocalWorker):
         if answer.request is None:
             self._sampler_process.close()
         return answer
+
+    def idle(self, between: UnmeasuredSteps) -> None:
+        self._search.idle(between)
+
+    def applied(self, step: int, setting: Setting) -> None:
+        if self._recorder is not None:
+            self._recorder.curve.change(step, setting.knobs())
+
+    def observe(self, stats: StepStats) -> None:
+        if self._recorder is not None:
+            self._recorder.curve.step(stats.step, stats.step_ms, stats.coverage)
+
+    def hear_loss(self, step: int, loss: float) -> None:
+        if self._recorder is not None and math.isfinite(loss):
+            self._recorder.curve.loss(step, loss)
+
+    def stop(self, reason: str) -> None:
+        self._search.stop(reason or messages.ENDED_EARLY)
 
     def guard(self, reason: str) -> None:
         with self._lock:
@@ -336,9 +290,35 @@ class ThreadWorker(LocalWorker):
                 answer = None
             self._answer, self._busy = answer, False
 
-    def _go_on(self) -> None:
-        if self._closing:
-            raise _InterruptedError
+    def _take(self, outcome: Outcome) -> None:
+        known = len(self._search.notes)
+        self._search.tell(outcome)
+        for note in self._search.notes[known:]:
+            if note.kind == "remark":
+                self._warn(note.reason)
+        if self._recorder is not None and self._asked is not None:
+            self._recorder.after(self._search, self._asked, outcome)
+
+    def _warn(self, sentence: str) -> None:
+        """Say what is not as it should be."""
+        _logger.warning("%s", sentence)
+
+    def _put_away(self, outcome: Outcome) -> None:
+        self._take(outcome)
+
+    def _think(self, outcome: Outcome | None) -> Answer:
+        search, recorder = self._search, self._recorder
+        if outcome is not None:
+            self._take(outcome)
+        while True:
+            request = search.next()
+            if self._closing:  # nobody waits for an answer: nothing is written down as in flight
+                raise _InterruptedError
+            refused = None if recorder is None or request is None else recorder.before(search, request)
+            if refused is None:
+                self._asked = request
+                return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
+            search.stop(refused)
 
     def _get_ready(self) -> None:
         """Wait for the process to have loaded all that it needs: nothing is measured beside that."""

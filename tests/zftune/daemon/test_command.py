@@ -69,14 +69,6 @@ def test_no_daemon(tell: Tell, folder: Path) -> None:
         ("start --metrics-textfile -", ["--metrics-textfile '-'", "give a file"]),
         ("status --json nonesuch/x", ["--json 'nonesuch/x'"]),
         ("nonesuch", ["No such command", "nonesuch"]),
-        # as it was typed once
-        ("", ["'zftune daemon' is now: zftune daemon start\n"]),
-        ("--private", ["is now: zftune daemon start --private\n"]),
-        ("runs --json -", ["is now: zftune runs list --json -\n"]),
-        ("logs -f", ["is now: zftune runs logs -f\n"]),
-        ("pause a1", ["is now: zftune runs pause a1\n"]),
-        ("status a1 --json -", ["is now: zftune runs show a1 --json -\n"]),
-        ("stop a1", ["'zftune daemon stop a1' is now: zftune runs stop a1\n"]),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence(tell: Tell, folder: Path, arguments: str, words: list[str]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.zftune.tuner.surfaces import START, TOKENS, Driver, make
 from zftune.explain.document import explain_document
+from zftune.store.account import Account, Count
 from zftune.store.store import Store
 from zftune.store.types import Decision, DecisionKind, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
 from zftune.tuner.recorder import StoreRecorder
@@ -18,8 +20,6 @@ from zftune.tuner.search import Search
 from zftune.tuner.space import feasible
 from zftune.tuner.states import Outcome, Request, Trial
 
-NOTED = ("kind", "reason", "trial", "details")
-"""Of a decision, what the search itself has."""
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
     sequence=TOKENS, checkpointing=False, quality="published",
@@ -28,8 +28,11 @@ MODEL = Model(model_id=KEY.model_id, name="tiny", parameters=1_000_000)
 HARDWARE = Hardware(hw_id=KEY.hw_id, gpu="NVIDIA H200")
 
 
-def begin(store: Store, *, model: Model = MODEL, hardware: Hardware = HARDWARE, budget: float = 1.8) -> Run:
-    return store.begin_run(KEY, model, hardware, knobs=START.knobs(), settings={"budget_steps": budget})
+def begin(
+    store: Store, *, model: Model = MODEL, hardware: Hardware = HARDWARE, budget: float = 1.8, **settings: Any
+) -> Run:
+    settings["budget_steps"] = budget
+    return store.begin_run(KEY, model, hardware, knobs=START.knobs(), settings=settings)
 
 
 def record(store: Store, run: Run) -> RunRecord:
@@ -47,10 +50,21 @@ def searched(
     """A search that was written down while it went on; nobody has said goodbye yet."""
     search, driver = make(seed, 0.05, **options)
     driver.fault = fault
-    run = begin(store, budget=search.book.space.budget)
+    run = begin(store, budget=search.book.space.budget, feasible=feasible(search.book.space))
     recorder = StoreRecorder(store, run)
+    follow(recorder, search, "first")
     go_on(search, driver, recorder, most)
     return run, search, driver, recorder
+
+
+def follow(recorder: StoreRecorder, search: Search, process: str) -> None:
+    """Count what the search sees; after a resumption only what comes since."""
+    before, cost = recorder.account.total, search.cost
+
+    def counted() -> Count:
+        return Count(seconds=cost.elapsed_s - before.seconds, spent_s=cost.spent_s - before.spent_s)
+
+    recorder.follow(counted, process)
 
 
 def go_on(search: Search, driver: Driver, recorder: StoreRecorder, most: int = 1000) -> None:
@@ -98,6 +112,8 @@ class ByHand:
     def __init__(self, store: Store, clock: Clock, run: Run) -> None:
         self.store, self.clock, self.run = store, clock, run
         self.count = 0
+        self.took_s = 0.0
+        """By its steps."""
 
     def trial(self, source: str = "search", **knobs: Any) -> int:
         row = self.store.add_trial(self.run, {**START.knobs(), **knobs}, source=source, constraint=0.0)
@@ -116,6 +132,7 @@ class ByHand:
     ) -> None:
         began = self.clock.now
         self.clock.now += steps * ms / 1e3
+        self.took_s += steps * ms / 1e3
         row = Measurement(
             role=role,
             steps=steps,
@@ -124,17 +141,31 @@ class ByHand:
             began_unix_s=began,
             void_reason=reason,
             steps_ms=(ms,) * steps,
-            aggregates={"sequence": self.count, "status": status, "discarded_ms": [], "tokens": TOKENS} | aggregates,
+            aggregates={
+                "sequence": self.count,
+                "status": status,
+                "discarded_ms": [],
+                "tokens": TOKENS,
+                "at_s": self.took_s,
+            }
+            | aggregates,
         )
         self.count += 1
         state = {"measured": TrialState.MEASURED, "aborted": TrialState.ABORTED}.get(status)
         self.store.add_measurement(self.run, trial, row, state=state)
         self.clock.now += 0.001
 
+    def counted(self, *counts: Count) -> None:
+        """What the process that trains has counted, one count after the other."""
+        account = Account()
+        for count in counts:
+            account = account.taken("first", count)
+        self.store.renew_lease(self.run, account=account)
+
     def decide(self, kind: DecisionKind, trial: int | None = None, reason: str = "Because.", **details: float) -> None:
         rows = self.store.trials(self.run.run_id)
         number = next((row.number for row in rows if row.trial_id == trial), None)
-        self.store.add_decision(self.run, Decision(kind, reason, number, details))
+        self.store.add_decision(self.run, Decision(kind, reason, number, {"elapsed_s": self.took_s, **details}))
         self.clock.now += 0.001
 
 
@@ -157,7 +188,14 @@ def by_hand(store: Store, clock: Clock) -> Run:
     rows.decide("adopt", fast, "Adopted: it saves half.", gain=0.5, error=0.01)
     rows.measure(fast, "hold", 200, steps=50)
     rows.decide("stop", fast, "That is enough.")
+    rows.counted(Count(seconds=42.0, spent_s=2.0), Count(seconds=52.0, spent_s=2.0, saved_s=10.0))
     return rows.run
+
+
+def noted(decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a decision, what the search itself has; what it took is the account's."""
+    about = {name: value for name, value in decision["details"].items() if name not in ("elapsed_s", "spent_s")}
+    return {**{name: decision[name] for name in ("kind", "reason", "trial")}, "details": about}
 
 
 def live_document(search: Search) -> dict[str, Any]:
@@ -175,7 +213,7 @@ def live_document(search: Search) -> dict[str, Any]:
         "measurements": search.measurements,
         "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
         "trials": [_live_trial(search, trial) for trial in book.trials],
-        "decisions": [{name: getattr(note, name) for name in NOTED} for note in search.notes],
+        "decisions": [noted(asdict(note)) for note in search.notes],
         "feasible": feasible(space),
     }
 
@@ -214,7 +252,7 @@ def same(found: dict[str, Any], live: dict[str, Any]) -> None:
     for name in EXACT[3:]:
         assert found[name] == live[name]
     notes = [note for note in found["decisions"] if note["kind"] in {one["kind"] for one in live["decisions"]}]
-    assert [{name: note[name] for name in NOTED} for note in notes] == live["decisions"]
+    assert [noted(note) for note in notes] == live["decisions"]
     if live["gain"] is None:
         assert found["gain"] is None
     else:

@@ -19,6 +19,7 @@ from tests.zftune.explain.runs import (
     by_hand,
     explained,
     finished,
+    follow,
     go_on,
     live_document,
     same,
@@ -30,6 +31,7 @@ from zftune.explain import words
 from zftune.explain.document import _quality
 from zftune.explain.screen import render
 from zftune.report.tune import tune_page
+from zftune.store.account import Count
 from zftune.store.store import Store
 from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, TrialState
 from zftune.tuner.recorder import StoreRecorder
@@ -106,7 +108,9 @@ def test_what_was_saved_before_a_rollback_stays_saved_on_every_screen(timed: Sto
     clock.now += 20
     pinned = Decision("rollback", "Rolled back by hand.", timed.trials(run.run_id)[-1].number)
     timed.add_decision(run, replace(pinned, details={"pinned": 0.0, "elapsed_s": 72.0}))
-    timed.finish_run(run)
+    before = timed.account(run.run_id)
+    assert before is not None
+    timed.finish_run(run, before.taken("first", Count(seconds=72.0, spent_s=2.0, saved_s=30.0)))
     found = explained(timed, run, clock)
     account = {**found["cost"], "steps": 720}
     assert found["gain"] is None
@@ -138,6 +142,7 @@ def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
     for trial, role, ms in ((fast, "explore", 75), (start, "a1", 100), (fast, "b", 75), (start, "a2", 100)):
         rows.measure(trial, role, ms)
     rows.decide("adopt", fast, gain=0.25, error=0.004)
+    rows.counted(Count(seconds=17.0, spent_s=6.0))
     timed.finish_run(rows.run)
     found = explained(timed, rows.run, clock)
     assert found["cost"]["break_even_s"] is None
@@ -151,39 +156,6 @@ def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
     assert (era["measurements"], era["settings"]) == (6, 3)  # the one that was cut short is in both
 
 
-def test_training_after_the_search_counts(timed: Store, clock: Clock) -> None:
-    run = by_hand(timed, clock)
-    clock.now += 100
-    timed.finish_run(run)
-    found = explained(timed, run, clock)
-    assert found["cost"]["elapsed_s"] == pytest.approx(152, abs=0.05)
-    assert found["cost"]["saved_s"] == pytest.approx(110, abs=0.05)
-    assert found["verdict"][0].startswith("Spent 1.3% of the run (2 s of 152 s)")
-
-
-def test_time_that_only_the_search_knows_of(timed: Store, clock: Clock) -> None:
-    """The incumbent trains on while somebody thinks: no measurement tells of it, the next decision does."""
-    rows = ByHand(timed, clock, begin(timed))
-    start = rows.trial("start")
-    rows.measure(start, "start", 100)
-    rows.decide("start", start, spent_s=0.0, elapsed_s=32.0)
-    rows.decide("stop", start, spent_s=0.5, elapsed_s=40.0)
-    found = explained(timed, rows.run, clock)
-    assert (found["cost"]["spent_s"], found["cost"]["elapsed_s"]) == (0.5, pytest.approx(40, abs=0.05))
-    assert [note["at_s"] for note in found["decisions"]] == [32, 40]
-
-
-def test_steps_between_measurements_count(timed: Store, clock: Clock) -> None:
-    rows = ByHand(timed, clock, begin(timed))
-    start = rows.trial("start")
-    rows.measure(start, "start", 100)
-    rows.decide("start", start)
-    rows.measure(rows.trial(topk_ratio=0.2), "explore", 100, between=(10.0, 3.0, 10))
-    found = explained(timed, rows.run, clock)
-    assert found["history"][1]["ended_s"] == pytest.approx(2 + 10 + 3 + 2)
-    assert found["cost"]["spent_s"] == pytest.approx(3 - 10 * 0.1)
-
-
 def test_a_run_without_a_gain(store: Store) -> None:
     run, search = finished(store, 1, sampler="none", patience=1)
     found = explained(store, run)
@@ -193,8 +165,9 @@ def test_a_run_without_a_gain(store: Store) -> None:
     worse = ByHand(store, Clock(), begin(store))
     start = worse.trial("start")
     worse.measure(start, "start", 100)
+    worse.counted(Count(seconds=2.0))
     found = explained(store, worse.run)
-    assert found["verdict"][0] == "Spent nothing in 2 s, gained nothing." or found["cost"]["elapsed_s"] > 2
+    assert found["verdict"][0] == "Spent nothing in 2 s, gained nothing."
     assert found["verdict"][1] == (
         f"No other setting was measured, so that nothing is known of them. It began with: {START}."
     )
@@ -241,7 +214,6 @@ def test_a_lost_run(timed: Store, clock: Clock) -> None:
         found = explained(timed, rows.run, clock)
         assert found["run"]["state"] == "ended"
         assert found["verdict"][-1].startswith("It ended before its search did")
-        assert found["cost"]["elapsed_s"] == pytest.approx(2)
         timed.reap()
     assert found["trials"][1]["state"] == TrialState.CRASHED.value
     assert found["decisions"][-1]["kind"] == "crash"
@@ -273,9 +245,7 @@ def test_a_run_that_was_reopened(store: Store) -> None:
 def test_a_run_in_which_updates_had_to_come_earlier(store: Store) -> None:
     """Nobody has compared what it goes on with: it gains nothing, and what was saved before stays saved."""
     run, search, driver, recorder = searched(store, 6, watch=True, most=60)
-    before = explained(store, run)
-    assert before["gain"] is not None
-    assert before["cost"]["saved_s"] > 0
+    assert explained(store, run)["gain"] is not None
     driver.fault = lambda request: replace(driver.measure(request), movement_percent=5.0)
     go_on(search, driver, recorder, 1)
     driver.fault = lambda request: None
@@ -285,9 +255,6 @@ def test_a_run_in_which_updates_had_to_come_earlier(store: Store) -> None:
     assert [note["kind"] for note in found["decisions"][-3:]] == ["movement", "reopen", "start"]
     assert (found["gain"], found["cost"]["remaining_s"]) == (None, None)
     assert "gained" not in found["verdict"][0]
-    saved_s = found["cost"]["saved_s"]
-    go_on(search, driver, recorder, 1)
-    assert explained(store, run)["cost"]["saved_s"] == saved_s >= before["cost"]["saved_s"]
 
 
 def test_a_gain_goes_with_its_setting(timed: Store, clock: Clock) -> None:
@@ -437,6 +404,7 @@ def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
     run = store.resume_run(run.run_id)
     recorder = StoreRecorder(store, run)
     recorder.resume(again)
+    follow(recorder, again, "second")
     driver.surface.compute *= 2
     driver.surface.host *= 2
     go_on(again, driver, recorder, 1)
@@ -475,16 +443,9 @@ def test_a_run_that_has_no_rows(store: Store) -> None:
     assert found["best"] is None
 
 
-def test_what_the_quality_allows_follows_from_the_judged_settings(store: Store) -> None:
-    run, search = finished(store, 4)
-    space = search.book.space
-    found = explained(store, run)["feasible"]
-    assert len(found) > 2
-    for one in found:
-        stale = space.budget / (1 - space.coverage(one["topk_ratio"]))
-        assert one["with_any_lag"] == pytest.approx(stale)
-        assert one["update_interval"] == pytest.approx(2 * stale - 1)
-    kept = feasible(space)
+def test_what_the_quality_allows_is_kept(store: Store) -> None:
+    search, _ = make(4, 0.05)
+    kept = feasible(search.book.space)
     run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
     assert explained(store, run)["feasible"] == kept
 
@@ -494,7 +455,7 @@ def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
     rows = ByHand(timed, clock, timed.begin_run(key, MODEL, HARDWARE, knobs=START.knobs(), settings={}))
     start = rows.trial("start")
     rows.measure(start, "start", 70, ranks_ms=[40.0, 40.5, 60.0, 41.0])
-    rows.measure(start, "hold", 70)  # of a version that tells nothing of them
+    rows.measure(start, "hold", 70)
     document = explained(timed, rows.run)
     assert document["ranks_ms"] == [40.0, 40.5, 60.0, 41.0]
     assert document["workload"]["ranks"] == "4 ranks on 2 nodes, state sharded"

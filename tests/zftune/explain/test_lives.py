@@ -7,7 +7,7 @@ from functools import partial
 
 from rich.console import Console
 
-from tests.zftune.explain.runs import ByHand, Clock, begin, explained, go_on, live_document, same, searched
+from tests.zftune.explain.runs import ByHand, Clock, begin, explained, follow, go_on, live_document, same, searched
 from tests.zftune.tuner.surfaces import TOKENS, make
 from zftune.explain import words
 from zftune.explain.screen import render
@@ -32,6 +32,7 @@ def test_crashed_void_and_resumed(store: Store) -> None:
     again, _ = make(4, 0.05)
     recorder = StoreRecorder(store, run)
     recorder.resume(again)
+    follow(recorder, again, "second")
     go_on(again, driver, recorder)
     recorder.finish(again)
     found = explained(store, run)
@@ -44,7 +45,7 @@ def test_crashed_void_and_resumed(store: Store) -> None:
 
 
 def test_a_daemon_that_is_started_again_is_no_resumption_of_the_training(store: Store) -> None:
-    run, search, driver, recorder = searched(store, 4, most=5)
+    run, search, driver, recorder = searched(store, 4, most=0)
     for process, seconds, resumed in (("first", 60.0, 0), ("first", 90.0, 0), ("second", 20.0, 1)):
         recorder.follow(partial(Count, seconds=seconds), process)
         go_on(search, driver, recorder, 2)

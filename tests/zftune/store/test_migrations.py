@@ -1,12 +1,10 @@
-"""The schema of every revision becomes the newest one, after a backup, and loses nothing."""
+"""The revision makes the tables of the program; a backup of them comes back."""
 
 from __future__ import annotations
 
 import re
-import shutil
 import sqlite3
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,22 +16,17 @@ from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
-from tests.zftune.store.examples import CURVE, PRESET
+from tests.zftune.store.examples import PRESET
 from zftune.errors import BadInputError, StoreError
 from zftune.store import files, open_store, opening
 from zftune.store.opening import chosen, restore
 from zftune.store.tables import Base
-from zftune.store.types import Curve, RunState, TrialState, Withdrawal
-
-FROZEN = Path(__file__).parent / "data"
 
 
-def test_the_revisions_are_those_of_the_folder() -> None:
+def test_there_is_one_revision() -> None:
     config = Config()
     config.set_main_option("script_location", str(opening.MIGRATIONS))
-    scripts = ScriptDirectory.from_config(config)
-    assert [script.revision for script in scripts.walk_revisions()][::-1] == list(opening.REVISIONS)
-    assert scripts.get_heads() == [opening.HEAD]
+    assert [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()] == [opening.HEAD]
 
 
 def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
@@ -51,7 +44,7 @@ def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
 
 
 def _parts(statement: str) -> list[str]:
-    """Columns and constraints; SQLite writes an added column behind the last one."""
+    """Columns and constraints."""
     body = statement[statement.index("(") + 1 : statement.rindex(")")]
     return [" ".join(part.split()) for part in re.split(r",(?![^()]*\))", body)]
 
@@ -61,113 +54,20 @@ def test_the_tables_can_be_made_on_a_server() -> None:
         assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]
 
 
-def test_there_is_a_frozen_file_for_every_revision() -> None:
-    assert {file.stem for file in FROZEN.glob("*.db")} == set(opening.REVISIONS)
-
-
-@pytest.mark.parametrize("revision", opening.REVISIONS)
-def test_a_database_of_every_revision_opens_with_all_that_it_held(path: Path, revision: str) -> None:
+def test_the_tables_are_made_by_one_at_a_time(path: Path) -> None:
     path.parent.mkdir()
-    shutil.copy(FROZEN / f"{revision}.db", path)
-    with open_store(str(path)) as store:
-        assert store.notices == []
-        presets = {preset.name: preset for preset in store.presets()}
-        assert set(presets) == {"frozen", "frozen-2"}
-        assert (presets["frozen"].key, presets["frozen"].knobs) == (PRESET.key, PRESET.knobs)
-        assert presets["frozen-2"].lost_comparisons == 1
-        withdrawn = Withdrawal("rollback", "by hand")
-        assert presets["frozen-2"].withdrawn == (None if revision < "0004" else withdrawn)
-        (run,) = store.runs()
-        assert (run.key, run.state) == (PRESET.key, RunState.RUNNING)
-        measured, flying = store.trials(run.run_id)
-        assert (measured.state, flying.state) == (TrialState.MEASURED, TrialState.IN_FLIGHT)
-        assert [one.step_ms for one in store.measurements(measured.trial_id)] == [790.0]
-        assert [one.kind for one in store.decisions(run.run_id)] == ["adopt"]
-        assert store.curve(run.run_id) == (CURVE if revision >= "0003" else Curve())
-        account = store.account(run.run_id)
-        assert (None if account is None else account.total.seconds) == (None if revision < "0004" else 6.5)
-        assert store.reap()[0].crashed == (flying.trial_id,)
-        store.save_preset(PRESET)
-    assert files.state_of(path).revision == BEFORE
-    assert len(files.backups(path)) == (revision != opening.HEAD)
-
-
-# --- an older revision, made up: the first tables without one of them -------------------------------------------------
-
-
-BEFORE = opening.HEAD
-"""Which `older` has one more than."""
-
-
-@pytest.fixture
-def older(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A database with a preset, for which there is one more revision to come."""
-    with open_store(str(path)) as store:
-        store.save_preset(PRESET)
-    migrations = tmp_path / "100% migrations"
-    shutil.copytree(opening.MIGRATIONS, migrations)
-    (migrations / "versions" / "r9998.py").write_text(
-        "from alembic import op\nimport sqlalchemy as sa\n"
-        f"revision, down_revision, branch_labels, depends_on = '9998', '{opening.HEAD}', None, None\n"
-        "def upgrade():\n    op.add_column('preset', sa.Column('more', sa.Integer()))\n"
-    )
-    monkeypatch.setattr(opening, "MIGRATIONS", migrations)
-    monkeypatch.setattr("zftune.store.opening.HEAD", "9998")
-    monkeypatch.setattr("zftune.store.opening.REVISIONS", (*opening.REVISIONS, "9998"))
-    return path
-
-
-def columns(path: Path) -> set[str]:
-    connection = sqlite3.connect(path)
-    found = {row[1] for row in connection.execute("PRAGMA table_info(preset)")}
-    connection.close()
-    return found
-
-
-def test_an_upgrade_comes_after_a_backup(older: Path) -> None:
-    with open_store(str(older)) as store:
-        assert store.notices == []
-        assert len(store.presets()) == 1
-    assert "more" in columns(older)
-    (backup,) = files.backups(older)
-    assert files.state_of(backup).revision == BEFORE
-    assert "more" not in columns(backup)
-    open_store(str(older)).close()
-    assert files.backups(older) == [backup]  # nothing to do, no backup
-
-
-def test_an_upgrade_that_fails_changes_nothing(older: Path) -> None:
-    with (opening.MIGRATIONS / "versions" / "r9998.py").open("a") as file:
-        file.write("    op.execute('SELECT * FROM nowhere')\n")
-    with open_store(str(older)) as store:
-        (notice,) = store.notices
-        assert "cannot be used (no such table: nowhere)" in notice
-        assert not store.is_kept
-    assert files.state_of(older).revision == BEFORE
-    assert "more" not in columns(older)
-
-
-def test_without_room_for_a_backup_there_is_no_upgrade(older: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "copy", full)
-    with open_store(str(older)) as store:
-        assert "cannot be used (No space left on device)" in store.notices[0]
-    assert "more" not in columns(older)
-    assert [one.name for one in older.parent.iterdir() if ".backup" in one.name] == []
-
-
-def test_it_is_upgraded_by_one_at_a_time(older: Path) -> None:
     opened = []
-    thread = threading.Thread(target=lambda: opened.append(open_store(str(older))))
-    with files.locked(older):
-        thread.start()
-        time.sleep(0.3)
-        assert "more" not in columns(older)
-    thread.join(30)
-    opened[0].close()
-    assert "more" in columns(older)
+    threads = [threading.Thread(target=lambda: opened.append(open_store(str(path)))) for _ in range(3)]
+    with files.locked(path):
+        for thread in threads:
+            thread.start()
+        assert files.state_of(path).kind == "empty"
+    for thread in threads:
+        thread.join(30)
+    assert [store.notices for store in opened] == [[]] * len(threads)
+    for store in opened:
+        store.close()
+    assert files.state_of(path).revision == opening.HEAD
 
 
 # --- backups ----------------------------------------------------------------------------------------------------------
@@ -195,7 +95,7 @@ def test_a_backup_comes_back_while_the_store_is_open(path: Path) -> None:
     assert backup in files.backups(path)
 
 
-@pytest.mark.parametrize("fault", ["corrupt", "newer", "missing"])
+@pytest.mark.parametrize("fault", ["corrupt", "another", "missing"])
 def test_a_backup_comes_back_in_place_of_what_cannot_be_used(path: Path, fault: str) -> None:
     with open_store(str(path)) as store:
         store.save_preset(PRESET)

@@ -141,14 +141,15 @@ def test_a_corrupt_file_is_left_as_it_is(path: Path, content: bytes) -> None:
     assert backups(path) == []
 
 
-def test_a_newer_schema_is_not_opened(path: Path, store: Store) -> None:
+@pytest.mark.parametrize("revision", ["9999", "0000"], ids=["newer", "older"])
+def test_another_schema_is_not_opened(path: Path, store: Store, revision: str) -> None:
     store.close()
-    write_database(path, "UPDATE alembic_version SET version_num = '9999'")
+    write_database(path, f"UPDATE alembic_version SET version_num = '{revision}'")
     before = digest(path)
-    with open_store(str(path)) as newer:
-        said = f"has the schema '9999' of a newer zftune (this one supports {HEAD}) and was not opened"
-        assert said in one_notice(newer)
-        works_in_memory(newer)
+    with open_store(str(path)) as another:
+        said = f"has the schema '{revision}' of another zftune (this one's is {HEAD}) and was not opened"
+        assert said in one_notice(another)
+        works_in_memory(another)
     assert digest(path) == before
 
 
@@ -192,7 +193,6 @@ READ_ONLY = """
     with open_store(environment={"HOME": HOME}) as store:
         assert not store.is_kept, store.path
         print(*store.notices, sep="|")
-        print(*(preset.name for preset in store.presets()))
         store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
 """
 
@@ -213,11 +213,9 @@ def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
     code = textwrap.dedent(READ_ONLY).replace("HOME})", f"{str(home)!r}}})")
     done = subprocess.run([*bound, sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    notice, names = done.stdout.splitlines()
+    (notice,) = done.stdout.splitlines()
     assert notice.startswith("~/.local/share/zftune/zftune.db cannot be used (")
     assert "|" not in notice
-    assert names == ("llama-2-7b-hf-a100-sxm4-40gb-published" if there else "")
-    assert ("what it holds is read" in notice) == there
 
 
 FULL = """

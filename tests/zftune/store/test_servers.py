@@ -1,4 +1,4 @@
-"""What is PostgreSQL's alone: its URL, roles, migrations, a server that is away, killed, or says nothing."""
+"""What is PostgreSQL's alone: its URL, roles, tables, a server that is away, killed, or says nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from alembic import command
-from alembic.config import Config
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
@@ -127,8 +125,8 @@ def test_the_roles_of_the_documentation_suffice_and_can_do_no_more(server: Serve
         assert store.notices == []
     with open_store(tuner) as store:
         assert store.notices == []
-        run = begun(store, settings={"study": "night"})
-        trial = store.add_trial(run, KNOBS, source="search", claim=True)
+        run = begun(store)
+        trial = store.add_trial(run, KNOBS, source="search")
         store.mark_in_flight(run, trial.trial_id)
         store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
         store.add_decision(run, Decision("adopt", "it is faster", trial.number))
@@ -143,26 +141,23 @@ def test_the_roles_of_the_documentation_suffice_and_can_do_no_more(server: Serve
                 store._database.write(work)
 
 
-def at(server: Server, revision: str) -> None:
-    """A database as it was at a revision."""
+def test_tables_of_another_revision_are_not_opened(server: Server, url: str) -> None:
     with server.connect() as connection:
-        connection.execute("DROP SCHEMA public CASCADE")
-        connection.execute("CREATE SCHEMA public")
-    config = Config()
-    config.set_main_option("script_location", str(opening.MIGRATIONS))
-    if revision:
-        with engines.server_engine(server.url()).begin() as connected:
-            config.attributes["connection"] = connected
-            command.upgrade(config, revision)
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        with open_store(url) as store:
+            assert "has the schema '9999' of another zftune" in store.notices[0]
+        connection.execute("UPDATE alembic_version SET version_num = %s", (opening.HEAD,))
 
 
 @pytest.mark.usefixtures("every_fault")
 def test_one_process_at_a_time_makes_the_tables(server: Server) -> None:
-    at(server, "")
+    with server.connect() as connection:
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
     opened: list[Store] = []
     threads = [threading.Thread(target=lambda: opened.append(open_store(server.url()))) for _ in range(3)]
     with engines.server_engine(server.url()).begin() as first, server.connect() as looking:
-        opening.wait_for_turn(first, opening.MIGRATION_LOCK)
+        opening.wait_for_turn(first)
         for thread in threads:
             thread.start()
         while _waiting(looking) < len(threads):

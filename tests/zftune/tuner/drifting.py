@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class World:
         start = replace(START, offload_ratio=0.6) if limit_bytes is not None else START
         settings: dict[str, Any] = {"sampler": "none", "hold": True, "watch": True, **options}
         planned = [FAST] if limit_bytes is None else []
-        self.search = Search(space, start, self.forecast, planned, SearchOptions(**settings), self)
+        self.search = Search(space, start, self.forecast, planned, SearchOptions(**settings), cast("Any", self))
         self.search.book.device_limit_bytes = limit_bytes
         self.driver = Driver(self.known, 0.01, np.random.default_rng(1))
         self.driver.fault = self.measure

@@ -16,21 +16,26 @@ from zftune.quality import assumed_coverage
 from zftune.store.account import Count
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.executor import TuningContext, live_search
+from zftune.tuner.forecast import propose
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import NoForecast
 from zftune.tuner.space import Setting, space_for
 from zftune.tuner.states import Outcome, Request, Sampler
-from zftune.tuner.worker import Answer, DeskMaker, LocalWorker
+from zftune.tuner.worker import Answer, DeskMaker, ThreadWorker
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
 PLANNED = Setting(topk_ratio=0.2, update_interval=2, apply_lag=1, host_threads=1)
 Make = Callable[..., "Scene"]
 
 
-class SyncWorker(LocalWorker):
+class SyncWorker(ThreadWorker):
     """Thinks at once, in the thread that asks."""
+
+    def __init__(self, search: Search, recorder: StoreRecorder | None = None) -> None:
+        super().__init__(search, recorder)
+        search.agenda.propose = propose
 
     def hand(self, outcome: Outcome | None) -> None:
         self._answer = self._think(outcome)

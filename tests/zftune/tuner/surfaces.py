@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from zftune.store.store import Store
+from zftune.store.types import Hardware, Model
+from zftune.tuner.recording import MachineInfo, Recording, RunFacts
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting, Space, space_for
 from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
@@ -128,3 +131,29 @@ def make(seed: int, noise: float, *, sampler: str = "tpe", **options: object) ->
         SearchOptions(seed=seed, sampler=sampler, **options),  # type: ignore[arg-type]
     )
     return search, Driver(surface, noise, np.random.default_rng(seed + 10_000))
+
+
+class Recorded:
+    """A search that is written down, and its training on a surface; one measurement at a time."""
+
+    def __init__(self, store: Store, number: int, *, seed: int = 3) -> None:
+        self.search, driver = make(seed, 0.01, sampler="random")
+        self.driver = replace(driver, random=np.random.default_rng(number))
+        facts = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64)
+        here = MachineInfo(hardware=Hardware(hw_id="b" * 16), usable_cores=8.0, versions={})
+        self.recording = Recording(store, facts, "published", here)
+        found = self.recording.begin(self.search)
+        assert found is not None
+        self.recorder = found
+
+    def choose(self) -> Request:
+        request = self.search.next()
+        assert request is not None
+        assert self.recorder.before(self.search, request) is None
+        return request
+
+    def tell(self, request: Request) -> None:
+        outcome = self.driver.measure(request)
+        self.search.tell(outcome)
+        self.recorder.after(self.search, request, outcome)
+        assert self.recorder.notices == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -148,7 +148,7 @@ def test_what_comes_late_is_tried_again_where_a_planner_plans_anew(
             return [replace(START, topk_ratio=0.2)]
 
     def search(start: Setting, options: SearchOptions, wanted: dict[str, Any]) -> Search:
-        return Search(wanted["space"], start, adopted.surface.forecast, (), options, Planner())
+        return Search(wanted["space"], start, adopted.surface.forecast, (), options, cast("Any", Planner()))
 
     monkeypatch.setattr(adopted, "search", search)
     more: dict[str, Any] = {"space": unmoved(adopted.space), "learning_rate": 1e-5}

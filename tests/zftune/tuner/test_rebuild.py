@@ -172,7 +172,7 @@ class Written:
         self.draw = np.random.default_rng(1)
 
     def go(self, ms: float = 100.0, **more: Any) -> Request:
-        request = self.recorder.choose(self.search)
+        request = self.search.next()
         assert request is not None
         assert self.recorder.before(self.search, request) is None
         counts = request.discard, request.steps
@@ -446,7 +446,7 @@ class Restless:
     def go(self) -> bool:
         """Measure once; whether there is more to do."""
         self.change()
-        request = self.recorder.choose(self.search)
+        request = self.search.next()
         if request is None:
             return False
         assert self.recorder.before(self.search, request) is None

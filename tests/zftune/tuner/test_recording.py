@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.zftune.conftest import MINI_TIMELINE
 from tests.zftune.tuner.drifting import World
-from tests.zftune.tuner.surfaces import START, make
+from tests.zftune.tuner.scene import Scene
+from tests.zftune.tuner.surfaces import START, Recorded, make
 from zenflow import ZenFlowConfig
 from zftune.cli.presets import facts as shown
 from zftune.emulated import load_rig
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
+from zftune.store.account import Count
+from zftune.store.store import Store
 from zftune.store.types import Model, Query, Ratios, RunState
+from zftune.tuner import drivers, recording
 from zftune.tuner.recording import Recording, RunFacts
 from zftune.tuner.scores import Gain, Load, ratios_of
 from zftune.tuner.search import MOST_RESTARTS
 from zftune.tuner.states import Trial
+from zftune.tuner.training_info import TuneRequest
 from zftune.workload import load_text
 
 
@@ -130,3 +138,63 @@ def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> No
 
 def _query(recording: Recording) -> Query:
     return Query(key=recording.key, rig="mini")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(str(tmp_path / "zftune.db")) as opened:
+        yield opened
+
+
+def test_what_holds_once_a_search_began_again_is_kept_as_a_preset(store: Store) -> None:
+    tuner = Recorded(store, 1)
+    while not tuner.search.book.adoptions:
+        tuner.tell(tuner.choose())
+    tuner.search._changed_times("Step times have changed: the search begins again.")
+    while not tuner.search.book.incumbent.samples:
+        tuner.tell(tuner.choose())
+    assert tuner.search.book.trials[0].samples == []
+    tuner.recording.keep_preset(tuner.search)
+    assert [one.knobs for one in store.presets()] == [tuner.search.book.incumbent.setting.knobs()]
+
+
+# --- a server that is away: no training waits -------------------------------------------------------------------------
+
+
+def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opens, opened = threading.Event(), threading.Event()
+
+    def slow() -> Store:
+        opens.wait(600)
+        opened.set()
+        return open_store("sqlite://")
+
+    monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
+    monkeypatch.setattr(drivers, "_user_store", slow)
+    monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock(waited_s=0.0))  # which nobody asks
+    optimizer = Scene().optimizer
+    driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
+    ended = drivers.Ended(
+        steps=3, begins=8, over=False, given_up=False, remarks=(), count=Count(), incumbent=None, gain=None
+    )
+    for said in driver.end(ended):
+        assert "ended before a first measurement" in said[1]
+    driver.close()
+    assert not opened.is_set()
+    opens.set()
+    assert opened.wait(60)
+    optimizer.close()
+
+
+def test_a_training_does_not_wait_for_a_server_that_takes_its_last_words(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, tuner = threading.Event(), Recorded(store, 1)
+    tuner.choose()
+    monkeypatch.setattr(recording, "_FINISH_S", 0.05)
+    monkeypatch.setattr(Store, "is_server", True)
+    monkeypatch.setattr(tuner.recorder, "finish", lambda search, *, unfinished: goes_on.wait(60))
+    assert not tuner.recording.finish_soon(tuner.search, unfinished=True)
+    goes_on.set()
+    monkeypatch.setattr(recording, "_FINISH_S", 60.0)
+    assert tuner.recording.finish_soon(tuner.search, unfinished=True)

@@ -82,13 +82,13 @@ def network(home: Path) -> Mapping[str, Any]:
         (nothing, None),
         (
             read_only,
-            "cannot be used (Permission denied): what it holds is read, and what zftune learns is kept in memory",
+            "cannot be used (Permission denied): what zftune learns is kept in memory",
         ),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
         (
             newer,
-            f"has the schema '9999' of a newer zftune (this one supports {HEAD}) and was not opened: what",
+            f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what",
         ),
         (corrupt, "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what"),
         (network, "is on a network file system (nfs4), where SQLite's locks cannot be trusted: "),

@@ -27,7 +27,7 @@ from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
 from zftune.text import time_left
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import _Planning
+from zftune.tuner.setup import Planning
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -84,7 +84,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) 
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
     assert reasons == [note["reason"] for note in document["decisions"]]
     assert seen == list(range(1, 51))
-    assert document["schema"] == "zftune.tune/2"
+    assert document["schema"] == "zftune.tune/1"
     assert document["run"]["run_id"] == run.run_id
     assert document["steps"] == 50
     assert document["stopped"] == "All 50 steps are done."
@@ -105,13 +105,13 @@ def test_after_drift_the_planner_is_asked_again(
 ) -> None:
     """Steps take longer from some step on: the search begins again with what the planner chooses then."""
     asked: list[int] = []
-    planned = _Planning.planned
+    planned = Planning.planned
 
-    def counting(self: _Planning) -> Sequence[Setting]:
+    def counting(self: Planning) -> Sequence[Setting]:
         asked.append(1)
         return planned(self)
 
-    monkeypatch.setattr(_Planning, "planned", counting)
+    monkeypatch.setattr(Planning, "planned", counting)
 
     def on_step(done: int, tuner: Tuner) -> None:
         if tuner.search is not None and tuner.search.measurements > 1:
@@ -350,7 +350,7 @@ class Trainings:
 def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
     quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_Planning, "planned", lambda _: [LATE])
+    monkeypatch.setattr(Planning, "planned", lambda _: [LATE])
     trainings = Trainings(quick, store)
     own = Setting.of(trainings.config)
     first, _ = trainings.train(2e-6, lambda tuner: tuner.gain > 0)

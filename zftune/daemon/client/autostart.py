@@ -209,7 +209,7 @@ def _waits_for_run(client: DaemonClient) -> bool:
     try:
         client.post("/v1/expect")
     except DaemonError as error:
-        return error.status is not None  # an older one ends when it would have ended
+        return error.status is not None
     return True
 
 

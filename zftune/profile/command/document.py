@@ -139,7 +139,7 @@ def runtime_of(rank: Rank, missing: dict[str, str]) -> Runtime | None:
             timeline=newest.get("timeline"),
             rig=newest.get("rig"),
         )
-    except (ConfigError, KeyError, TypeError, ValueError):  # no row has any, or they are of another version
+    except (ConfigError, KeyError, TypeError, ValueError):  # no row has any
         missing |= dict.fromkeys(FIELDS, _LOST)
         return None
 
@@ -147,9 +147,8 @@ def runtime_of(rank: Rank, missing: dict[str, str]) -> Runtime | None:
 def _stats(row: Mapping[str, Any]) -> StepStats:
     from zenflow import StepStats
 
-    later = {"change_norm", "weight_norm"}  # than the first version whose records are read
     names = {field.name for field in dataclasses.fields(StepStats)} - {"coverage_curve", "comm_ms", "pin_ms"}
-    values: dict[str, Any] = {name: row.get(name) if name in later else row[name] for name in names}
+    values: dict[str, Any] = {name: row[name] for name in names}
     for name, value in values.items():
         allowed = (int, float, type(None)) if name in _MAY_BE_NONE else (int, float)
         if name != "stall_ms" and not isinstance(value, allowed):

@@ -1,6 +1,6 @@
 """What Alembic runs: within the transaction of the connection that it is given.
 
-`alembic revision` needs none; it is told by `zftune.store.opening.upgrade`.
+`alembic revision` needs none; it is told by `zftune.store.opening`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ class Ranks:
         self.optimizers = [ZenFlowAdamW(nn.Linear(9, 5).parameters(), lr=1e-3, config=OWN) for _ in range(count)]
         self.changes: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in range(count)]
         self.accords = [
-            KnobConsensus(optimizer, seat, self._noting(seat.rank))
+            KnobConsensus(optimizer, cast("Any", seat), self._noting(seat.rank))
             for optimizer, seat in zip(self.optimizers, self.seats, strict=True)
         ]
         self.verdicts: list[Verdict] = []
@@ -207,7 +207,7 @@ def test_all_hear_what_a_step_takes_each_rank() -> None:
             closed.callback(device.close)
             closed.callback(optimizers[-1].abandon)
             device.attach(module)
-            accords.append((module, KnobConsensus(optimizers[-1], Seat(table, rank))))
+            accords.append((module, KnobConsensus(optimizers[-1], cast("Any", Seat(table, rank)))))
         for _ in range(12):
             for (module, _), optimizer in zip(accords, optimizers, strict=True):
                 module(torch.ones(2, 9)).sum().backward()

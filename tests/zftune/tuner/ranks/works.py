@@ -213,19 +213,19 @@ def loaded_and_deaf(rank: int) -> dict[str, Any]:
     """The same, and rank 1 does not hear the round in which they would go back."""
     training = Training(rank, most=50)
     _load_tried(training)
-    hear = rank_channel.GlooChannel.hear
+    hear = rank_channel.RankChannel.hear
     if rank == 1:
-        rank_channel.GlooChannel.hear = _deaf  # type: ignore[method-assign, assignment]
+        rank_channel.RankChannel.hear = _deaf  # type: ignore[method-assign, assignment]
     try:
         training.step()
     finally:
-        rank_channel.GlooChannel.hear = hear  # type: ignore[method-assign]
+        rank_channel.RankChannel.hear = hear  # type: ignore[method-assign]
     for _ in range(4):
         training.step()
     return training.told()
 
 
-def _deaf(_: rank_channel.GlooChannel) -> rank_channel.StepMessages:
+def _deaf(_: rank_channel.RankChannel) -> rank_channel.StepMessages:
     raise rank_channel.UnheardError("it took too long")
 
 
@@ -261,7 +261,7 @@ def alone(rank: int) -> dict[str, Any]:
     optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-5, config=OWN)
     told = {"error": ""}
     if rank == 0:
-        _expect(told, lambda: rank_channel.GlooChannel(patience_s=1.0))
+        _expect(told, lambda: rank_channel.RankChannel(patience_s=1.0))
     optimizer.close()
     return told
 

@@ -1,4 +1,4 @@
-"""The first tables."""
+"""The tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """The first tables."""
+    """All of them."""
     _facts()
     _preset()
     _run()
     _trial()
     _measurement()
     _decision()
+    _curve()
 
 
 def _key() -> list[sa.Column[Any]]:
@@ -35,6 +36,8 @@ def _key() -> list[sa.Column[Any]]:
         sa.Column("sequence", sa.Integer(), nullable=False),
         sa.Column("checkpointing", sa.Boolean(), nullable=False),
         sa.Column("quality", sa.String(length=16), nullable=False),
+        sa.Column("nodes", sa.Integer(), nullable=False),
+        sa.Column("shards", sa.Integer(), nullable=False),
     ]
 
 
@@ -80,6 +83,7 @@ def _preset() -> None:
         sa.Column("imported", sa.Boolean(), nullable=False),
         _state("active", "withdrawn"),
         sa.Column("lost_comparisons", sa.Integer(), nullable=False),
+        sa.Column("withdrawn", sa.JSON()),
         sa.Column("created_unix_s", sa.Double(), nullable=False),
         *_key(),
         sa.CheckConstraint("lost_comparisons >= 0", name="lost_comparisons"),
@@ -100,6 +104,7 @@ def _run() -> None:
         sa.Column("began_unix_s", sa.Double(), nullable=False),
         sa.Column("lease_until_unix_s", sa.Double(), nullable=False),
         sa.Column("ended_unix_s", sa.Double()),
+        sa.Column("account", sa.JSON()),
         *_key(),
     )
     op.create_index("ix_run_key", "run", ["model_id", "hw_id"])
@@ -156,3 +161,12 @@ def _decision() -> None:
         sa.Column("at_unix_s", sa.Double(), nullable=False),
     )
     op.create_index("ix_decision_run_id", "decision", ["run_id"])
+
+
+def _curve() -> None:
+    op.create_table(
+        "curve",
+        sa.Column("run_id", sa.String(length=32), sa.ForeignKey("run.run_id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("points", sa.JSON(), nullable=False),
+        sa.Column("changes", sa.JSON(), nullable=False),
+    )
