@@ -98,12 +98,10 @@ def begun(
     module: str | None = HOSTED,
     more: Mapping[str, str] | None = None,
     hangs_up: bool = True,
-    forked: bool = True,
 ) -> Iterator[Daemon]:
     """A daemon, from its first moment on; it is killed in the end if it has not ended.
 
-    It is forked from the zygote. Without `hangs_up` it begins as under nohup; then, or if it is not to be `forked`, an
-    interpreter is started for it, as for a user's.
+    It is forked from the zygote. Without `hangs_up` an interpreter is started for it, as under nohup.
     """
     command = ["-c", zygote.MAIN, "daemon", "start"] if module is None else ["-m", module]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
@@ -113,7 +111,7 @@ def begun(
         manager.bind(str(address))
         env = environment(folder, **{"NOTIFY_SOCKET": str(address), **(more or {})})
         process: subprocess.Popen[bytes] | zygote.Forked
-        if forked and hangs_up:
+        if hangs_up:
             process = zygote.Forked([*command, *arguments], cwd=ROOT, env=env, log=log)
         else:
             process = subprocess.Popen(
@@ -123,9 +121,7 @@ def begun(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=functools.partial(
-                    signal.signal, signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN
-                ),
+                preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN),
             )
         try:
             yield Daemon(process, folder / "z.sock", folder / "log", manager)

@@ -26,7 +26,7 @@ def tell(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 
 def test_a_daemon_is_started_looked_at_and_stopped(folder: Path) -> None:
-    with serving(folder, module=COMMAND, forked=False) as daemon:
+    with serving(folder, module=COMMAND) as daemon:
         assert Path(f"/proc/{daemon.process.pid}/cwd").readlink() == Path("/")  # a folder may be removed
         told = zftune(folder, "daemon", "status")
         assert (told.returncode, told.stderr) == (0, "")
