@@ -1,7 +1,8 @@
-"""Another machine, faked: `pytest -p tests.other_machine ...`. No test may notice it, since none compares what a machine is.
+"""Another machine, faked where `ZFTUNE_TEST_OTHER_MACHINE` is set. No test may notice it.
 
-The processor's name is long, the first core is the only usable one of 96, memory is another, and so are the node, the user, the
-locale, the time zone and the terminal's width. Forked children see all of it (`tests/zygote_imports.py`), others what they inherit.
+The processor's name is long, one of 96 cores is usable, memory is another, and so are the node, the user, the locale,
+the time zone and the terminal's width. Children that are forked see all of it (`tests/zygote_imports.py`), others what
+they inherit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from typing import Any
 
 import psutil
 
-VARIABLE = "ZFTUNE_TEST_OTHER_MACHINE"
 CPU_MODEL = "Fancy(R) Silicon(TM) Platinum 9999X+ 96-Core Processor (with Extras) @ 2.45GHz"
 CORES = 96
 RAM_BYTES = 7 * 10**12
 ENVIRONMENT = {
-    VARIABLE: "1",
     "COLUMNS": "211",
     "LANG": "de_DE.ISO-8859-1",
     "LC_ALL": "de_DE.ISO-8859-1",

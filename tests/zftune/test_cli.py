@@ -295,8 +295,6 @@ DIRECTORIES = "--model 'hollow' needs transformers, which is not installed: pip 
     [
         ("torch", "profile", "zftune profile needs torch, which is not installed: pip install zftune"),
         ("transformers", "profile --model hollow", DIRECTORIES),
-        ("transformers", "plan --model hollow", DIRECTORIES),
-        ("plotly", "profile --html x.html", PAGES),
     ],
 )
 def test_a_missing_package_is_a_sentence_with_the_command(

@@ -21,11 +21,11 @@ from zftune.cli.plan import plan
 from zftune.errors import BadInputError
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES, budget_of, choose, fits, least_gpu, limits
 from zftune.planner.closed_form import predict
-from zftune.planner.model import Job, Machine, ModelFacts, model_facts
-from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
+from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.plan import SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
 from zftune.report.plan import curves_chart, plan_html
-from zftune.text import byte_count, ms, size, size_up
+from zftune.text import byte_count, size_up
 
 APP = typer.Typer()
 APP.command()(plan)

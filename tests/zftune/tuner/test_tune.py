@@ -127,7 +127,7 @@ def test_after_drift_the_planner_is_asked_again(
 
 
 def test_a_search_in_simulated_time_repeats_to_the_last_digit(quick: dict[str, Any]) -> None:
-    quick["search"] = SearchOptions(most_measurements=6, thinking_s=THINKING_S)
+    quick["search"] = SearchOptions(most_measurements=5, thinking_s=THINKING_S)
     documents = []
     for _ in range(2):
         with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
