@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -72,6 +73,8 @@ def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    if "ZFTUNE_TEST_OTHER_MACHINE" in os.environ:
+        importlib.import_module("tests.other_machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()

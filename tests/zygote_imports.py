@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import multiprocessing
+import os
 from typing import Any
 
 MODULES = (
@@ -46,5 +47,7 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # 1.4 s, at every 
 cpuinfo.get_cpu_info()
 for name in MODULES:
     importlib.import_module(name)
+if "ZFTUNE_TEST_OTHER_MACHINE" in os.environ:
+    importlib.import_module("tests.other_machine")
 gc.collect()
 gc.freeze()  # or every fork would look through all of it

@@ -266,16 +266,15 @@ def test_the_wait_for_a_late_thread_is_accounted_for(emulated: bool, request: py
     plain = Plain(CONFIGS["sync"], request.getfixturevalue("accelerator") if emulated else None)
     plain.step()
     plain.inject("delay", 2, DELAY_S)
-    began_s = time.monotonic()
     plain.step()
     plain.optimizer.close()
-    took_ms = 1e3 * (time.monotonic() - began_s)
     _, last = plain.optimizer.history(wait=True)
     least_ms = 0.9e3 * DELAY_S  # a busy machine makes it more, never less
     assert last.cpu_wait_ms > least_ms
     if emulated:
         assert last.stall_ms is not None
+        assert last.step_ms is not None
         assert last.stall_ms["host"] > least_ms
-        assert last.stall_ms["host"] + last.stall_ms["d2h"] + last.stall_ms["h2d"] <= took_ms  # it counts once
+        assert sum(last.stall_ms.values()) <= last.step_ms + 1e-6  # on one timeline: it counts once
     else:
         assert last.stall_ms is None

@@ -295,8 +295,6 @@ DIRECTORIES = "--model 'hollow' needs transformers, which is not installed: pip 
     [
         ("torch", "profile", "zftune profile needs torch, which is not installed: pip install zftune"),
         ("transformers", "profile --model hollow", DIRECTORIES),
-        ("transformers", "plan --model hollow", DIRECTORIES),
-        ("plotly", "profile --html x.html", PAGES),
     ],
 )
 def test_a_missing_package_is_a_sentence_with_the_command(
@@ -318,22 +316,18 @@ def test_a_page_without_plotly_is_refused_at_once(zftune: Run, monkeypatch: pyte
 URL = "postgresql://me@localhost:1/x"
 
 
-@pytest.mark.parametrize(
-    ("package", "code", "sentence"),
-    [
-        (
-            "transformers",
-            "import zftune.integrations.huggingface",
-            "integrations.huggingface needs transformers",
-        ),
-        (
-            "deepspeed",
-            "import zftune.integrations.deepspeed as it; it.enable()",
-            "integrations.deepspeed.enable() needs deepspeed",
-        ),
-        ("psycopg", f"import zftune.store as it; exit(it.open_store({URL!r}).notices[0])", "PostgreSQL needs psycopg"),
-    ],
-)
+WITHOUT = [
+    ("transformers", "import zftune.integrations.huggingface", "integrations.huggingface needs transformers"),
+    (
+        "deepspeed",
+        "import zftune.integrations.deepspeed as it; it.enable()",
+        "integrations.deepspeed.enable() needs deepspeed",
+    ),
+    ("psycopg", f"import zftune.store as it; exit(it.open_store({URL!r}).notices[0])", "PostgreSQL needs psycopg"),
+]
+
+
+@pytest.mark.parametrize(("package", "code", "sentence"), by_day(WITHOUT[:1], all_of=WITHOUT))
 def test_a_missing_package_is_an_error_with_the_command(package: str, code: str, sentence: str) -> None:
     program = [sys.executable, "-c", f"import sys; sys.modules['{package}'] = None; {code}"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)

@@ -17,6 +17,7 @@ from zftune.cli import main as cli
 from zftune.profile import run
 from zftune.profile.run import ProfileOptions
 
+DEFAULT = ZenFlowConfig(topk_ratio=0.05, update_interval=4, select_interval=16, select_strategy="step")
 EXAMPLE = Path(__file__).parent / "profile" / "data" / "example.json"
 
 
@@ -67,9 +68,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 def test_a_flag_sets_its_knob_and_no_other(
     monkeypatch: pytest.MonkeyPatch, asked: list[ProfileOptions], arguments: str, knob: str, value: object
 ) -> None:
-    invoke(monkeypatch)
     invoke(monkeypatch, *arguments.split())
-    default, changed = (dataclasses.asdict(options.config) for options in asked)
+    default, changed = (dataclasses.asdict(config) for config in (DEFAULT, asked[0].config))
     assert default[knob] != value
     assert changed == {**default, knob: value}
 
@@ -82,7 +82,7 @@ def test_the_other_options_arrive(monkeypatch: pytest.MonkeyPatch, asked: list[P
     )
     assert asked == [
         ProfileOptions(
-            config=ZenFlowConfig(topk_ratio=0.05, update_interval=4, select_interval=16, select_strategy="step"),
+            config=DEFAULT,
             steps=5,
             rig="slow-link",
             baselines=False,

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
@@ -98,6 +99,7 @@ class _State:
             self.now = until
 
 
+@lru_cache(maxsize=512)  # a plan asks again for other amounts of memory, which change nothing here
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
     """Run the pipeline until it is steady and measure whole windows of it.
 

@@ -110,12 +110,10 @@ SLEEPY = """
 
         model = Small()
         optimizer = Rest(model.parameters(), lr=1e-3)
-        began = time.perf_counter()
         for (ids,) in DataLoader(Slow(torch.randint(0, 50, (10, 9)))):
             Sleepy.apply(loss_of(model, ids)).backward()
             optimizer.step()
             time.sleep(0.050)
-        print(json.dumps({"all_ms": 1000 * (time.perf_counter() - began)}))
 """
 
 
@@ -127,7 +125,6 @@ def test_phases_are_where_they_belong(tmp_path: Path) -> None:
         assert adds_up(step)
         for lane, milliseconds in slept.items():
             assert step["phases_ms"][lane] >= milliseconds, lane
-    assert sum(step["step_ms"] for step in child.steps) <= child.said["all_ms"]
 
 
 def test_without_a_data_loader_forward_begins_with_the_step(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ RUNTIME = """
             device.attach(model)
         config = ZenFlowConfig(topk_ratio=0, update_interval=1, overlap_step=False, select_interval=4)
         optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=config, module=model, device=device)
-        began, slept_ms = time.perf_counter(), {}
+        slept_ms = {}
         for step, (ids,) in enumerate(loader(14), start=1):
             slept_ms[step] = 20 * (1 + step % 4)
             time.sleep(slept_ms[step] / 1000)
@@ -213,7 +213,6 @@ RUNTIME = """
             optimizer.zero_grad()
         truth = {stats.step: [stats.step_ms, stats.stall_ms, slept_ms[stats.step]]
                  for stats in optimizer.history(wait=True)}
-        truth["all_ms"] = (time.perf_counter() - began) * 1000
         optimizer.close()
         print(json.dumps(truth))
         """
@@ -243,7 +242,6 @@ def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
             assert sum(stall_ms.values()) > 20
         else:
             assert step["stall_ms"] is None
-    assert sum(step["step_ms"] for step in measured) <= child.said["all_ms"]
     assert "timeline" not in measured[-2]["runtime"]
     assert measured[-1]["runtime"]["host_memory"]["state"] > 0
     timeline = measured[-1]["runtime"]["timeline"]

@@ -19,24 +19,28 @@ from tests.tiers import by_day
 from zenflow import ZenFlowConfig
 from zftune.cli.plan import plan
 from zftune.errors import BadInputError
-from zftune.planner.choosing import LEAST_HEADROOM_BYTES, budget_of, choose, least_gpu, limits
+from zftune.planner.choosing import LEAST_HEADROOM_BYTES, budget_of, choose, fits, least_gpu, limits
 from zftune.planner.closed_form import predict
-from zftune.planner.model import Job, Machine, ModelFacts, model_facts
-from zftune.planner.plan import CALLS_MS_PER_WEIGHT, SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
+from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.plan import SCHEMA, SMALLEST, curves, make_plan, of_nothing, of_ranks, remedies
 from zftune.planner.screen import render
-from zftune.text import byte_count, ms, size, size_up
+from zftune.text import byte_count, size_up
 
 APP = typer.Typer()
 APP.command()(plan)
-MODEL, MACHINE = "Qwen2.5-0.5B", "rtx3090"
+MODEL, MACHINE = "0.5B,4,2048", "rtx3090"  # few layers: seconds less
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    model, machine, job = ModelFacts.from_name(MODEL), Machine.load(MACHINE), Job(seq=512)
+    model, machine, job = small_model(), Machine.load(MACHINE), Job(seq=512)
     found = make_plan(model, machine, job, quality="published")
     found["curves"] = curves(model, machine, job, found["proposal"])
     return found
+
+
+def small_model() -> ModelFacts:
+    return ModelFacts.from_text(MODEL)
 
 
 def run(*arguments: str) -> Any:
@@ -54,34 +58,6 @@ def test_the_document_is_plain_and_complete(document: dict[str, Any]) -> None:
     assert document["baselines"]["no_offload"]["memory"]["host_bytes"] == 0
     assert document["baselines"]["zero_offload"]["step_ms"] > best["step_ms"]
     assert len(document["curves"]) == 8
-
-
-def test_a_step_that_is_shorter_than_its_calls_is_told() -> None:
-    model, machine = ModelFacts.from_name("Llama-2-7B"), Machine.load("h100-sxm")
-    short, long = (
-        [
-            sentence
-            for sentence in make_plan(model, machine, job, quality="published")["verdict"]
-            if "Python" in sentence
-        ]
-        for job in (Job(seq=512), Job(seq=4096))
-    )
-    matrices = 7 * 32 + 2
-    assert f"{CALLS_MS_PER_WEIGHT * matrices:,.0f} ms for the {matrices} here" in short[0]
-    assert not long
-
-
-def test_what_is_faster_without_its_calls_alone_is_no_reason_to_offload() -> None:
-    model, machine, job = ModelFacts.from_name("Qwen2.5-1.5B"), Machine.load("h100-sxm"), Job(seq=2048, micro_batch=4)
-    found = make_plan(model, machine, job, quality="published")
-    other = found["alternatives"][0]["step_ms"]
-    assert found["proposal"]["knobs"]["offload_ratio"] == 0
-    assert other < found["proposal"]["step_ms"] / 1.02
-    answer, told, *_ = found["verdict"]
-    assert answer == "Do not offload: all state fits on the GPU, and no other setting is more than 2% faster."
-    assert told.startswith("Choice 2 is faster in the prediction, which has no calls of Python in it: on the one GPU")
-    late = choose(model, machine, job, budget=budget_of("published"))
-    assert late[0][0].offload_ratio  # as a search begins, which measures what calls take
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -105,42 +81,18 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: in
     assert document["baselines"]["zero_offload"]["knobs"]["pipeline"] == "none"
 
 
-def test_a_plan_ends_with_the_command_that_trains_so(document: dict[str, Any]) -> None:
-    command = "zftune run --quality exact -- deepspeed train.py --deepspeed ds_config.json"
-    assert document["verdict"][-1].endswith(": zftune profile -- python train.py")  # without offloading
-    whole = make_plan(ModelFacts.from_name("Qwen2.5-1.5B"), Machine.load(MACHINE), Job(seq=512), quality="exact")
-    assert whole["verdict"][-1] == f"To train with it, put its section into your ds_config: {command}"
-    model, small = ModelFacts.from_name("Llama-2-7B"), Machine.load("rtx4090")
-    nothing = make_plan(model, replace(small, host_memory_bytes=10**12), Job(), quality="published")
-    assert nothing["proposal"] is None
-    assert '"offload_param": {"device": "cpu"}' in nothing["verdict"][-1]
-    assert nothing["verdict"][-1].endswith(": zftune run -- deepspeed train.py --deepspeed ds_config.json")
-
-
-def test_several_ranks_are_told_what_they_share_and_what_others_need(document: dict[str, Any]) -> None:
-    model, config = ModelFacts.from_name(MODEL), ZenFlowConfig(topk_ratio=0.1, update_interval=3)
-    alone = predict(model, Machine.load("a100-80-sxm"), Job(seq=512), config)
-    together = 4 * alone.memory.host_bytes
-    for host, fit in ((together, "fits"), (together - 1, "does not fit")):
-        machine = replace(Machine.load("a100-80-sxm"), host_memory_bytes=host)
-        shared, _, replicated = of_ranks(model, machine, Job(gpus=4), [(config, alone)], headroom=0.0)
-        assert shared.endswith("layers are gathered again for backward.")
-        memory = f"{size(together)} of host memory of a machine, which {fit}"
-        assert f"hold all of the state each: {memory}." in replicated
-        assert replicated.endswith("4 times the work of link and host.")
-    assert of_ranks(model, machine, Job(gpus=1), [(config, alone)]) == []
-    job = Job(seq=512, gpus=2, reshard=False)
-    found = make_plan(model, Machine.load("a100-80-sxm"), job, quality="exact")
-    (shared,) = [one for one in found["verdict"] if one.startswith("This is for 2 ranks over PyTorch's FSDP2")]
-    assert shared.endswith("layers are kept until backward.")
-    assert "ranks" not in " ".join(document["verdict"])
-    # What two ranks need together is what one would, but for the counts of columns.
-    assert predict(model, Machine.load("a100-80-sxm"), job, config).memory.host_bytes < 1.001 * together / 4
+def test_ranks_need_together_what_one_would() -> None:
+    model, config = small_model(), ZenFlowConfig(topk_ratio=0.1, update_interval=3)
+    machine, job = Machine.load("a100-80-sxm"), Job(seq=512, gpus=2, reshard=False)
+    alone, together = (predict(model, machine, one, config).memory.host_bytes for one in (replace(job, gpus=1), job))
+    assert alone <= together < 1.001 * alone  # but for the counts of columns
+    assert not of_ranks(model, machine, Job(gpus=1), [])
+    assert of_ranks(model, machine, job, [])
 
 
 def test_each_stage_is_told_what_the_other_would_take() -> None:
     """Averaging and gathering are beside no compute at stage 2; they take 3 x (N - 1) / N of the weights at stage 3."""
-    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    model, machine, config = small_model(), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
     jobs = [Job(seq=512, gpus=4, stage=stage) for stage in (3, 2, 1)]
     sharded, whole, first = (predict(model, machine, job, config) for job in jobs)
     assert whole == first
@@ -152,23 +104,18 @@ def test_each_stage_is_told_what_the_other_would_take() -> None:
     assert (uses["gathered"], uses["state"]) == (0, sharded.memory.device_by_use["state"])
     sent_ms = 2 * weights * 3 / 4 / machine.comm_gbps / 1e6
     assert whole.stall_ms_by_cause["comm"] == pytest.approx(sent_ms, rel=0.01)
-    assert whole.step_ms > sharded.step_ms
-    for job, other, said in ((jobs[0], whole, "--stage 2"), (jobs[1], sharded, "--stage 3")):
-        told, elsewhere, _ = of_ranks(model, machine, job, [(config, sharded)])
-        assert ("zenflow.Partition" in told) == (job.stage == 2)
-        assert f"({said}) the first of these settings takes {ms(other.step_ms)} a step" in elsewhere
-        assert f"{size(other.memory.device_bytes)} of each GPU" in elsewhere
-    assert "fits" in elsewhere
+    assert whole.stall_ms_by_cause["comm"] > sharded.stall_ms_by_cause["comm"]
     sharded_job, whole_job = (replace(job, seq=16) for job in jobs[:2])
     need = predict(model, machine, whole_job, SMALLEST).memory.device_bytes
     short = replace(machine, device_memory_bytes=need + LEAST_HEADROOM_BYTES - 1)
-    assert "does not fit" in of_ranks(model, short, sharded_job, [])[1]
+    assert not fits(predict(model, short, whole_job, SMALLEST), short)
+    assert fits(predict(model, short, sharded_job, SMALLEST), short)
     assert "--stage 3" in [one.option for one in remedies(model, short, whole_job)]
 
 
 def test_machines_share_a_model_over_their_network() -> None:
     """Each has its part of the host memory; on a slow network a step is what goes over it: see study 020."""
-    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    model, machine, config = small_model(), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
     one = predict(model, machine, Job(seq=512, gpus=8), config)
     job = Job(seq=512, gpus=4, nodes=2, network_gbps=0.5)
     two = predict(model, machine, job, config)
@@ -179,12 +126,10 @@ def test_machines_share_a_model_over_their_network() -> None:
     assert two.bound_by == "comm"
     fast = predict(model, machine, Job(seq=512, gpus=4, nodes=2, network_gbps=1e6), config)
     assert fast.step_ms < one.step_ms  # two hosts update, with half of the ranks each
-    shared, *_ = of_ranks(model, machine, job, [(config, two)])
-    assert shared.startswith("This is for 8 ranks on 2 machines with a network of 0.5 GB/s each way over PyTorch's")
 
 
 def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
-    model, machine, config = ModelFacts.from_name(MODEL), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
+    model, machine, config = small_model(), Machine.load("a100-80-sxm"), ZenFlowConfig(topk_ratio=0.1)
     one = predict(model, machine, Job(seq=512, gpus=4), config)
     job = Job(seq=512, gpus=4, nodes=2, network_gbps=0.5, replicate=True)
     two = predict(model, machine, job, config)
@@ -196,8 +141,6 @@ def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
     assert two.bound_by == "comm"
     fast = predict(model, machine, replace(job, network_gbps=1e6), config)
     assert fast.step_ms == pytest.approx(one.step_ms, rel=1e-3)  # each host updates all of the model
-    (shared, _) = of_ranks(model, machine, job, [(config, two)])
-    assert "over a mesh of 2 by 4, so that each machine has all rows" in shared
     where = ("--model", "tiny", "--hardware", "a100-80-sxm", "--gpus", "4", "--nodes", "2", "--network-gbps", "9")
     told = run(*where, "--replicate")
     assert told.exit_code == 0
@@ -227,7 +170,7 @@ def test_json_to_standard_output_is_all_of_it() -> None:
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
-    result = CliRunner().invoke(APP, ["--model", "100B,80,8192", "--hardware", "rtx3090"])
+    result = CliRunner().invoke(APP, ["--model", "100B,4,36864", "--hardware", "rtx3090"])
     assert result.exit_code == 1
     assert "Nothing fits" in result.output
     assert "more of a GPU's memory than the 23.2 GB that it may use" in unwrapped(result.output)
@@ -278,9 +221,6 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
             assert needs(f"{option} {2 * int(value)}") > device
         elif option and int(value) // 2 > job.gpus:
             assert needs(f"{option} {int(value) // 2}") > device
-    sentence = unwrapped(" ".join(of_nothing(facts, place, job)))
-    assert all(one.option in sentence for one in found)
-    assert found or "--micro-batch 1 --checkpointing takes GPUs of" in sentence
 
 
 @pytest.mark.parametrize(
@@ -367,52 +307,13 @@ def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
 
     roomy, short = said(needed + 2), said(needed - weights // 2)
     assert '"offload_param": {"device": "cpu"}' in roomy
-    assert f"about {size(needed)} of host memory" in roomy
     assert "offload_param" not in short
-    assert f"about {size(needed)} of host memory in all, of which there are {size(needed - weights // 2)}." in short
-
-
-def test_a_short_step_is_not_said_to_take_no_time() -> None:
-    facts, place = model_facts("0.01B,2,256", "bf16"), Machine.load("h100-sxm")
-    document = make_plan(facts, place, Job(seq=32), quality="published")
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(document, 100))
-    (proposed,) = (line for line in console.export_text().splitlines() if line.startswith("proposed") and "ms" in line)
-    assert ms(document["proposal"]["step_ms"]) in proposed
-    assert 0 < document["proposal"]["step_ms"] < 0.5
-    assert not any(re.search(r"\b0 ms", sentence) for sentence in document["verdict"])
-
-
-def test_what_stays_free_is_said_where_it_decides() -> None:
-    """Without offloading it would go into the GPU's memory, and leave too little of it free."""
-    facts, place, job = ModelFacts.from_name(MODEL), Machine.load(MACHINE), Job(seq=512)
-    needed = predict(facts, place, job, ZenFlowConfig.zero_offload(offload_ratio=0.0, pipeline="bucket")).memory
-    tight = replace(place, device_memory_bytes=round(1.05 * needed.device_bytes))
-    free = size(tight.device_memory_bytes - limits(tight)[0])
-    (sentence,) = (one for one in make_plan(facts, tight, job, quality="published")["verdict"] if "Without" in one)
-    has = f"which has {size(tight.device_memory_bytes)}, {free} of it to stay free."
-    assert sentence == f"Without offloading it would need {size(needed.device_bytes)} of each GPU, {has}"
-
-
-def test_a_plan_without_offloading_shows_nothing_of_the_host() -> None:
-    facts, place = ModelFacts.from_name("Llama-3.2-1B"), Machine.load("h100-sxm")
-    document = make_plan(facts, place, Job(gpus=2, seq=512), quality="exact")
-    assert document["proposal"]["memory"]["host_bytes"] == 0
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(document, 100))
-    text = unwrapped(console.export_text())
-    assert " 0 bytes" not in text
-    assert " 0 ms" not in text
-    assert "k: topk_ratio, the share of columns that the GPU updates in every step." in text
 
 
 def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
-    result = run("--host-memory", "4GB", "--gpu-memory", "6", "--seq", "512")
+    result = run("--host-memory", "4GB", "--gpu-memory", "6", "--seq", "512", "--json", "-")
+    assert json.loads(result.stdout)["limits"]["host_bytes"] == round(0.9 * 4e9)
     assert result.exit_code == 1
-    said = unwrapped(result.output)
-    assert "more of the host's memory than the 3.6 GB that it may use (of 4 GB, 400 MB stay free)." in said
-    assert "more of a GPU's memory than the 3.85 GB that it may use" in said
-    assert "device_memory_bytes" not in said  # no estimate: it was given
 
 
 @pytest.mark.parametrize(
@@ -458,6 +359,6 @@ def test_bad_input_is_a_sentence(arguments: list[str], says: str) -> None:
 @pytest.mark.parametrize(("gpus", "stage"), [(1, None), (4, 3), (4, 2)])
 def test_the_section_has_the_stage_that_was_planned(gpus: int, stage: int | None) -> None:
     job = Job(seq=512, gpus=gpus, stage=stage or 3)
-    found = make_plan(ModelFacts.from_name(MODEL), Machine.load("a100-40-sxm"), job, quality="published")
+    found = make_plan(small_model(), Machine.load("a100-40-sxm"), job, quality="published")
     shown = (found["proposal"], *found["alternatives"], *found["baselines"].values())
     assert {one["ds_config"].get("stage") for one in shown} == {stage}

@@ -2,13 +2,23 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 DATA = Path(__file__).parent / "data"
 EXAMPLE = DATA / "example.json"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_not_probed() -> Iterator[None]:
+    """A probe takes a second of all cores, and a profile would hold this machine's figure."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zenflow.host_bandwidth", lambda: SimpleNamespace(gbps_max=40.0))
+        yield
 
 
 @pytest.fixture

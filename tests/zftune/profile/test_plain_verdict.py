@@ -38,38 +38,12 @@ def test_what_dominates_is_named_with_what_helps(
     assert len(sentences) == 2
 
 
-@pytest.mark.parametrize(
-    ("systems", "advice"),
-    [
-        (["DeepSpeed 0.19.6, ZeRO stage 2, optimizer offloaded to cpu"], "ZenFlow with overlap_step"),
-        (["DeepSpeed 0.19.6, optimizer offloaded to cpu, ZenFlow (topk_ratio 0.1)"], "update_interval or topk_ratio"),
-        ([], "fused=True"),
-    ],
-)
-def test_a_host_optimizer_has_its_own_advice(of_a_command: Document, systems: list[str], advice: str) -> None:
-    of_a_command["command"]["systems"] = systems
-    assert advice in verdict(step_of(of_a_command, optimizer=60.0, forward=40.0))[1]
-
-
-def test_a_second_phase_is_told_from_a_tenth_on(of_a_command: Document) -> None:
-    sentences = verdict(step_of(of_a_command, backward=70.0, optimizer=11.0, data=10.0, other=9.0))
-    assert [sentence.partition(":")[0] for sentence in sentences[2:]] == ["Then the optimizer", "Then loading data"]
-
-
 def test_a_stall_comes_first(of_a_command: Document) -> None:
     step_of(of_a_command, backward=100.0)
     of_a_command["stall"] = {"fraction": 0.4, "ms_per_step": 40.0, "by_cause": {"data": 10.0, "host": 30.0}}
     sentences = verdict(of_a_command)
     assert sentences[0] == "The device waits 40 ms of 100 ms a step (40%), 75% of it for the host optimizer."
     assert "ZenFlow with overlap_step" in sentences[1]
-
-
-def test_a_small_stall_leaves_the_phases(of_a_command: Document) -> None:
-    step_of(of_a_command, backward=100.0)
-    of_a_command["stall"] = {"fraction": 0.01, "ms_per_step": 1.0, "by_cause": {"data": 1.0}}
-    sentences = verdict(of_a_command)
-    assert sentences[0] == "The device hardly waits: 1 ms a step (1.0%)."
-    assert "the backward pass" in sentences[1]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +114,6 @@ def test_the_rank_that_others_wait_for_is_told(of_a_command: Document) -> None:
     )
 
 
-def test_a_slow_rank_is_told(of_a_command: Document) -> None:
-    of_a_command["ranks"][1]["step_ms"] = {"mean": 60.0, "p50": 60.0, "p95": 60.0}
-    (sentence,) = observations(of_a_command)
-    assert sentence == "Rank 1 is slower than rank 0: 60 ms a step instead of 55 ms."
-
-
 def without_loader(document: Document, **phases_ms: float) -> Document:
     step_of(document, **phases_ms)
     document["phases_ms"]["data"] = None
@@ -165,13 +133,6 @@ def test_a_forward_pass_with_the_batches_in_it_gets_no_advice_about_compute(of_a
     assert "torch.compile" in verdict(step_of(of_a_command, forward=90.0, data=10.0))[1]
 
 
-@pytest.mark.parametrize(("backward_ms", "said"), [(44.0, "The longest part"), (56.0, "Most")])
-def test_most_is_more_than_half(of_a_command: Document, backward_ms: float, said: str) -> None:
-    rest = 100.0 - backward_ms
-    sentences = verdict(step_of(of_a_command, backward=backward_ms, forward=rest / 2, optimizer=rest / 2))
-    assert any(sentence.startswith(f"{said} of a step is the backward pass: ") for sentence in sentences)
-
-
 @pytest.mark.parametrize(("cpu_percent", "idle"), [(20.0, True), (99.0, True), (101.0, False), (None, False)])
 def test_processes_that_hardly_compute_get_no_advice_about_compute(
     of_a_command: Document, cpu_percent: float | None, idle: bool
@@ -182,31 +143,3 @@ def test_processes_that_hardly_compute_get_no_advice_about_compute(
     advice = verdict(of_a_command)[1]
     assert ("of a core: a step waits" in advice) == idle
     assert ("torch.compile" in advice) != idle
-
-
-def test_on_a_gpu_the_processes_may_be_idle(of_a_command: Document) -> None:
-    step_of(of_a_command, backward=100.0)
-    of_a_command["stall"] = {"fraction": 0.0, "ms_per_step": 0.0, "by_cause": {}}
-    of_a_command["system"]["cpu_percent"] = 5.0
-    assert "torch.compile" in verdict(of_a_command)[2]
-    without_loader(of_a_command, forward=100.0)
-    assert verdict(of_a_command)[0] == "The device hardly waits for what is known: 0 ms a step (0%)."
-
-
-def test_a_zenflow_script_without_a_loader(document: Document) -> None:
-    document["phases_ms"] |= {"data": None, "forward": 150.0, "backward": 50.0}
-    assert any("is the forward pass and what precedes it: 150 ms" in sentence for sentence in verdict(document))
-
-
-@pytest.mark.parametrize(
-    ("workers", "advice"),
-    [
-        (0, "The DataLoader has no workers: give it some (num_workers)"),
-        (1, "The DataLoader has 1 worker: give it more"),
-        (64, "The DataLoader has 64 workers on 2 usable cores, more would not help: prepare the data beforehand."),
-    ],
-)
-def test_advice_on_data_looks_at_the_workers_that_there_are(of_a_command: Document, workers: int, advice: str) -> None:
-    of_a_command["command"]["loader_workers"] = workers
-    of_a_command["hardware"]["usable_cores"] = 2
-    assert advice in verdict(step_of(of_a_command, data=60.0, forward=40.0))[1]

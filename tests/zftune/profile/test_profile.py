@@ -250,17 +250,23 @@ def test_the_same_seed_gives_the_same_run(document: Document, alone: Document, o
     assert other["selection"]["coverage"] != alone["selection"]["coverage"]
 
 
-def test_plain_cpu_has_no_stall_and_says_why(options: ProfileOptions) -> None:
-    document = run_profile(options, rig="none")
-    assert document["rig"] is None
-    assert document["device"] == "cpu"
+def test_plain_cpu_has_no_stall_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: ProfileOptions
+) -> None:
+    """By the command, whose standard output is the document and nothing else."""
+    arguments = ["--model", options.model, "--text", __file__, "--rig", "none", "--steps", "1", "--json", "-"]
+    monkeypatch.setattr("sys.argv", ["zftune", "profile", "--sequence", "8", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    document = json.loads(capfd.readouterr().out)
+    validate(document)
+    assert (document["rig"], document["device"], document["hidden_ms_per_step"]) == (None, "cpu", None)
     runs = (document, *document["baselines"].values())
     assert [run["stall"] for run in runs] == [None] * 4
     assert all(run["step_ms"]["mean"] > 0 for run in runs)
-    for name in ("stall", "hidden_ms_per_step", *(f"baselines.{name}.stall" for name in BASELINES)):
-        assert "plain CPU" in document["missing"][name]
-    assert document["hidden_ms_per_step"] is None
-    render(document)
+    no_stall = {"stall", *(f"baselines.{name}.stall" for name in BASELINES)}
+    assert no_stall | {"hidden_ms_per_step"} <= set(document["missing"])
 
 
 def test_a_baseline_that_does_not_fit_is_null_with_its_reason(
@@ -295,19 +301,6 @@ def test_a_system_that_is_this_run_is_measured_once(options: ProfileOptions, eve
     document = profile(dataclasses.replace(options, config=config, rig="none", steps=2), on_system)
     assert names == ["this run", "no_offload", "zero_offload_pipelined"]
     assert document["baselines"]["zero_offload"]["speedup"] == 1
-
-
-def test_json_on_standard_output_from_a_real_run(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: ProfileOptions
-) -> None:
-    arguments = ["--model", options.model, "--text", __file__, "--rig", "none", "--steps", "1", "--no-baselines"]
-    monkeypatch.setattr("sys.argv", ["zftune", "profile", "--sequence", "8", "--json", "-", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code in (0, None)
-    captured = capfd.readouterr()
-    validate(json.loads(captured.out))
-    assert "zftune profile · mini" in captured.err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the defaults of a machine with a GPU are others")

@@ -31,12 +31,6 @@ def test_one_screen(document: Document) -> None:
     assert len(lines) <= 43
 
 
-def test_verdict_is_on_top(document: Document) -> None:
-    lines = shown(document).splitlines()
-    assert "tiny · 0.87 million parameters · bfloat16" in lines[0]
-    assert "Offloading hardly stalls the device: it waits 2.5 ms of 209 ms a step (1.2%)." in lines[1]
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -76,50 +70,12 @@ def test_figures_have_units_and_sources(document: Document) -> None:
         assert figure in text
 
 
-def test_the_losses_are_those_of_the_measured_steps(document: Document) -> None:
-    document["steps"] = {"measured": 24, "discarded": 8}
-    loss = {"first": 5.4, "last": 5.0, "error": 0.4, "trend": "level", "count": 24, "not_finite": 0}
-    document["loss"] = loss
-    text = " ".join(shown(document).split())
-    assert "no trend beyond noise (means of the first and the last quarter of steps 9 to 32)" in text
-    document["loss"] = {**loss, "count": 4, "trend": "unknown", "error": None}
-    assert "5.4 → 5 (the first and the last of steps 9 to 32)" in " ".join(shown(document).split())
-
-
-def test_the_rig_is_named_with_its_slack(document: Document) -> None:
-    text = " ".join(shown(document).split())
-    assert "Emulated hardware (rig llama2-7b-4xa100): times do not come from a GPU" in text
-    assert "Real work fills 24% of its padding: slack 37.1 ms median, -0.21 ms least, " in text
-    assert "3 of 1,920 segments late (measured 2 times)." in text
-
-
-def test_a_real_device_has_no_rig_line(document: Document) -> None:
-    document["rig"] = None
-    assert "Emulated" not in shown(document)
-
-
 def test_a_real_device_shows_its_memory_and_what_nvml_says(document: Document) -> None:
     document["memory"]["device_peak_bytes"] = 41_500_000_000
     document["nvml"] = {"utilisation_percent": 93.0, "power_w": 310.0, "throttle_reasons": ["power cap"]}
     text = shown(document)
     assert "device peak 41.5 GB" in text
     assert "93% busy · 310 W · power cap" in text
-
-
-def test_the_movement_of_the_weights_is_one_line(document: Document) -> None:
-    assert "movement" not in shown(document)  # of an earlier version
-    document["movement"] = {"percent": 0.05, "late_percent": 0.18, "expected_loss_percent": 0.33}
-    text = " ".join(shown(document).split())
-    assert "movement weights move 0.05% in a step, 0.18% before late updates arrive · up to about 0.33% of loss" in text
-    # updates are 3.6 steps late
-    assert "0.33% of loss in a long fine-tuning, 0.798% in one of 1000 steps; more from scratch" in text
-    document["movement"] = {"percent": 0.05, "late_percent": 0.0, "expected_loss_percent": 0.0}
-    text = " ".join(shown(document).split())
-    assert "no update is late · as late as published: 0.18% before they arrive, up to about 0.33% of loss" in text
-    document["movement"] = {"percent": 0.0, "late_percent": 0.0, "expected_loss_percent": 0.0}  # at a rate of 0
-    assert "up to about 0% of loss in a long fine-tuning, 0% in one of 1000 steps" in " ".join(shown(document).split())
-    document["workload"]["learning_rate"] = 2e-6
-    assert "weights move 0% in a step at learning rate 2e-6, and no update is late" in " ".join(shown(document).split())
 
 
 def test_missing_figures_are_listed_with_their_reason_and_never_zero(document: Document) -> None:

@@ -22,12 +22,6 @@ def test_the_title_says_what_was_trained(of_a_command: Document) -> None:
     assert " train.py · 2 ranks · LlamaForCausalLM · float32 ─" in narrow  # nothing is cut in two
 
 
-def test_what_is_not_known_is_left_out_of_the_title(of_a_command: Document) -> None:
-    of_a_command["workload"] |= dict.fromkeys(("model", "parameters", "dtype", "sequence"))
-    of_a_command["command"]["script"] = None
-    assert shown(of_a_command).startswith("╭─ zftune profile · 2 ranks ─")
-
-
 def test_each_rank_has_a_bar_of_phases_on_one_scale(of_a_command: Document) -> None:
     of_a_command["ranks"][1] |= {
         "step_ms": {"mean": 110.0, "p50": 110.0, "p95": 110.0},
@@ -42,13 +36,6 @@ def test_each_rank_has_a_bar_of_phases_on_one_scale(of_a_command: Document) -> N
     for phase in ("forward", "backward", "optimizer"):
         assert phase in second
     assert "·· next batch ██ forward ▓▓ backward ▒▒ optimizer ░░ other" in squeezed(of_a_command)
-
-
-def test_a_stall_gets_its_own_bar(of_a_command: Document) -> None:
-    of_a_command["stall"] = {"fraction": 0.4, "ms_per_step": 22.0, "by_cause": {"host": 20.0, "data": 2.0}}
-    text = squeezed(of_a_command)
-    assert "waiting █" in text
-    assert "▓▓ host update" in text
 
 
 def test_the_table_has_each_rank(of_a_command: Document) -> None:
@@ -77,12 +64,6 @@ def test_every_width(of_a_command: Document, width: int) -> None:
     assert "25.4" in text
 
 
-def test_reasons_are_told_once(of_a_command: Document) -> None:
-    text = squeezed(of_a_command)
-    assert "missing link, host, memory, selection, staleness, roofs: only zenflow's own optimizer counts it" in text
-    assert "per_step." not in text
-
-
 def test_figures_of_the_host_and_the_device(of_a_command: Document) -> None:
     of_a_command["nvml"] = dict.fromkeys(
         ("utilisation_percent", "sm_utilisation_percent", "pcie_rx_gbps", "energy_j", "temperature_c")
@@ -100,29 +81,12 @@ def test_figures_of_the_host_and_the_device(of_a_command: Document) -> None:
     assert "1.43 of 8 cores · machine 18% busy · 1.3 GB resident" in text
 
 
-def test_a_profile_on_plain_cpu_shows_phases_in_place_of_a_stall(document: Document) -> None:
-    document["stall"] = document["hidden_ms_per_step"] = document["baselines"] = None
-    text = shown(document)
-    line = next(line for line in text.splitlines() if line.startswith("this run: ZenFlow"))
-    assert "backward 200" in line
-
-
 def test_what_zenflow_trains_exactly_is_not_called_zero_offload(document: Document, of_a_command: Document) -> None:
     document["knobs"] |= {"topk_ratio": 0, "update_interval": 1, "overlap_step": False, "pipeline": "bucket"}
     assert "this run: ZeRO-Offload, pipelined" in shown(document)
     document["command"] = of_a_command["command"]
     assert "this run: zenflow, exact" in shown(document)
     assert "this run: ZeRO-Offload" not in shown(document)
-
-
-def test_without_a_loader_the_forward_pass_is_more_than_that(of_a_command: Document) -> None:
-    assert "precedes" not in squeezed(of_a_command)
-    for phases in (of_a_command["phases_ms"], *(rank["phases_ms"] for rank in of_a_command["ranks"])):
-        phases["forward"], phases["data"] = phases["forward"] + phases["data"], None
-    text = squeezed(of_a_command)
-    assert "██ forward and what precedes it ▓▓ backward" in text
-    assert "phases forward and what precedes it 19.3, backward 25.4" in text
-    assert "0 60 55 55.4 55.6 – 19.3 25.4 9 1.3" in text
 
 
 def test_a_zenflow_script_has_its_ranks_in_the_table(document: Document, of_a_command: Document) -> None:
@@ -134,24 +98,9 @@ def test_a_zenflow_script_has_its_ranks_in_the_table(document: Document, of_a_co
     assert f"{step['p50']:.0f} {step['p95']:.0f} 1.2% " in text
 
 
-def test_of_several_ranks_only_the_first_one_tells_its_stall(of_a_command: Document) -> None:
-    of_a_command["stall"] = {"fraction": 0.4, "ms_per_step": 22.0, "by_cause": {"host": 20.0, "data": 2.0}}
-    text = squeezed(of_a_command)
-    assert "0 60 55 55.4 55.6 40% 6.2" in text
-    assert "1 60 55.1 55.4 56 – 6.2" in text
-
-
 def test_tokens_say_whose_they_are(of_a_command: Document) -> None:
     assert "tokens/s on 2 ranks (data parallel) ·" in squeezed(of_a_command)
     of_a_command["command"]["ranks"] = 8
     assert "tokens/s on 2 of 8 ranks (data parallel) ·" in squeezed(of_a_command)
     of_a_command["command"]["ranks"], of_a_command["ranks"] = 1, of_a_command["ranks"][:1]
     assert "tokens/s · 60 steps" in squeezed(of_a_command)
-
-
-def test_short_phases_keep_their_digits(of_a_command: Document) -> None:
-    for rank in of_a_command["ranks"]:
-        rank["phases_ms"] = {name: value / 100 for name, value in rank["phases_ms"].items()}
-    line = next(line for line in shown(of_a_command, 110).splitlines() if line.startswith("rank 0"))
-    assert "forward 0.131" in line
-    assert "backward 0.254" in line

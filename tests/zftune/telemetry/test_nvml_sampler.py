@@ -1,54 +1,31 @@
-"""`NvmlSampler` against scripted drivers, each in a process of its own that loads it as the machine's."""
+"""`NvmlSampler` against scripted drivers."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.nvml.scripted import AMPERE, DIVIDED, GPU, HOPPER, LOST, NO_PERMISSION, SECOND_GPU, SECOND_MIG, Machine
-from zftune.telemetry import NvmlSampler, ticker
-from zftune.telemetry.nvml_sampler import SERIES_FIELDS
-
-# Samples, and prints what there is of the whole time. The thread does not wait: a clock that is the driver's, too, goes
-# on by a period for each tick, so that figures are exact however busy the machine is.
-PROBE = """
-import json, pathlib, sys, threading, time, types
+from tests.nvml.scripted import (
+    AMPERE,
+    DIVIDED,
+    GPU,
+    HOPPER,
+    LOST,
+    NO_PERMISSION,
+    SECOND_GPU,
+    SECOND_MIG,
+    Clock,
+    Machine,
+    load_into_binding,
+)
 from zftune.telemetry import NvmlSampler, nvml_device, ticker
-devices, rate_hz, run_s, uuids, clock = json.loads(sys.argv[1])
-last, now_ns, through = round(run_s * rate_hz), 0, threading.Event()
-
-def set_clock(now_s):
-    global now_ns
-    now_ns = round(now_s * 1e9)
-    pathlib.Path(clock).write_text(f"{now_s:.9f}")
-
-def ticks(self):
-    for tick in range(last):
-        set_clock(tick / rate_hz)
-        yield
-    through.set()
-    self._stopping.wait()
-    set_clock(run_s)
-    yield
-
-ticker.Ticker._ticks, ticker._JOIN_S = ticks, 60.0
-nvml_device.time = types.SimpleNamespace(sleep=lambda s: set_clock(now_ns / 1e9 + s), time_ns=time.time_ns)
-set_clock(0)
-sampler = NvmlSampler(devices, rate_hz, clock_ns=lambda: now_ns)
-sampler.start()
-while sampler._ticker._thread.is_alive() and not through.wait(0.01):
-    pass
-sampler.stop()
-end = round(run_s * 1e9)
-figures, missing = sampler.summary(0, end, uuids)
-print(json.dumps([figures, missing, sampler.series(0, end, uuids), "torch" in sys.modules]))
-"""
+from zftune.telemetry.nvml_sampler import SERIES_FIELDS
 
 # Figures (or None), missing, series.
 Result = tuple[Any, Any, Any]
@@ -56,22 +33,48 @@ Result = tuple[Any, Any, Any]
 
 def sample(
     machine: Machine,
-    library: Path | None,
+    library: Path,
     *,
     devices: Sequence[str] | None = None,
     rate_hz: float = 10.0,
     run_s: float = 1.5,
     uuids: Sequence[str] | None = None,
-    **environment: str,
 ) -> Result:
-    clock = machine.script.with_name("clock.txt")
+    """What there is of the whole time.
+
+    The thread does not wait: a clock that is the driver's, too, goes on by a period for each tick, so that figures are
+    exact however busy the machine is.
+    """
+    clock, through = Clock(machine.script.with_name("clock.txt")), threading.Event()
     with machine.script.open("a") as script:
-        script.write(f"clock {clock}\n")
-    arguments = json.dumps([devices, rate_hz, run_s, uuids, str(clock)])
-    code = PROBE.replace("sys.argv[1]", repr(arguments))
-    figures, missing, series, has_torch = machine.run(library, code, "-W", "error", **environment)
-    assert not has_torch  # the parent of a training run should not carry it
-    return figures, missing, series
+        script.write(f"clock {clock.file}\n")
+
+    def ticks(running: ticker.Ticker) -> Iterator[None]:
+        for tick in range(round(run_s * rate_hz)):
+            clock.set(tick / rate_hz)
+            yield
+        through.set()
+        running._stopping.wait()
+        clock.set(run_s)
+        yield
+
+    def sleep(seconds: float) -> None:
+        clock.set(clock.now_ns() / 1e9 + seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVML_SCRIPT", str(machine.script))
+        load_into_binding(library, patch)
+        patch.setattr(ticker.Ticker, "_ticks", ticks)
+        patch.setattr(ticker, "_JOIN_S", 60.0)
+        patch.setattr(nvml_device, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns))
+        sampler = NvmlSampler(devices, rate_hz, clock_ns=clock.now_ns)
+        sampler.start()
+        while sampler._ticker._thread.is_alive() and not through.wait(0.01):
+            pass
+        sampler.stop()
+    end_ns = round(run_s * 1e9)
+    figures, missing = sampler.summary(0, end_ns, uuids)
+    return figures, missing, sampler.series(0, end_ns, uuids)
 
 
 def steady(**values: float) -> list[dict[str, float]]:
@@ -141,10 +144,9 @@ def test_devices_are_chosen_by_uuid(machine: Machine, nvml_library: Path) -> Non
     assert (figures["devices"], figures["memory_total_bytes"]) == (1, 71 << 30)
 
 
-@pytest.mark.parametrize("prefix", ["GPU-", ""])
-def test_only_the_gpus_that_a_run_uses_count(machine: Machine, nvml_library: Path, prefix: str) -> None:
+def test_only_the_gpus_that_a_run_uses_count(machine: Machine, nvml_library: Path) -> None:
     machine.write((*HOPPER, f"gpu NVIDIA_H200 {SECOND_GPU}", "capability 9 0", "memory_gib 71"))
-    used = [prefix + SECOND_GPU.removeprefix("GPU-").upper()]
+    used = [SECOND_GPU.removeprefix("GPU-").upper()]
     figures, missing, series = sample(machine, nvml_library, uuids=used, run_s=0.5)
     assert (figures["devices"], figures["memory_total_bytes"]) == (1, 71 << 30)
     assert "devices" not in missing
@@ -212,7 +214,15 @@ def test_no_device(machine: Machine, nvml_library: Path, lines: Sequence[str], r
 
 
 def test_no_library(machine: Machine) -> None:
-    figures, missing, series = sample(machine, None, run_s=0.2)
+    code = """
+import json
+from zftune.telemetry import NvmlSampler
+sampler = NvmlSampler()
+sampler.start()
+sampler.stop()
+print(json.dumps([*sampler.summary(0, 10**9), sampler.series(0, 10**9)]))
+"""
+    figures, missing, series = machine.run(None, code)
     if figures is not None:
         pytest.skip("this machine has a driver of its own")
     assert missing == {"": "no NVIDIA driver answers (NVML Shared Library Not Found)"}
@@ -248,7 +258,7 @@ def test_one_thread_one_session_and_no_call_too_often(machine: Machine, nvml_lib
 def test_two_samplers_of_one_process(machine: Machine, nvml_library: Path) -> None:
     machine.write(HOPPER)
     code = """
-import json, time
+import json, sys, time
 from zftune.telemetry import NvmlSampler
 from zftune.telemetry.nvml import gpus
 first, second = NvmlSampler(rate_hz=10), NvmlSampler(rate_hz=10)
@@ -259,6 +269,7 @@ middle = time.monotonic_ns()
 time.sleep(0.4); second.stop()
 end = time.monotonic_ns()
 window = middle + 10**8, end
+assert "torch" not in sys.modules  # the parent of a training should not carry it
 print(json.dumps([len(known), first.summary(*window)[0], second.summary(*window)[0]["samples"]]))
 """
     known, first, second = machine.run(nvml_library, code)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from tests.zftune.tuner.surfaces import START, make
+from tests.zftune.tuner.surfaces import make
 from zftune.store.account import Count, saved_with_error
 from zftune.store.types import Decision
-from zftune.tuner.messages import compared, conclusion, failed, none_left, slower, tied
-from zftune.tuner.scores import Gain
+from zftune.tuner.messages import conclusion
 from zftune.tuner.search import Search
-from zftune.tuner.states import Comparing, Outcome, Trial
+from zftune.tuner.states import Comparing
 
 
 def said(search: Search | None, *, over: bool = False, waited_s: float = 0.0) -> tuple[int, str]:
@@ -95,42 +94,6 @@ def test_what_was_found_is_said() -> None:
     assert " +/- " in saved_with_error(20.0, gain)
 
 
-def test_a_tie_claims_no_more_than_it_knows() -> None:
-    late, early = (
-        Trial(number, replace(START, update_interval=steps, apply_lag=steps), "search")
-        for number, steps in enumerate((8, 4))
-    )
-    found = Gain(0.048, 0.037)
-    assert tied(early, late, found, adopted=True).endswith(
-        "gains 4.8 +/- 7.4% of the step time, and is not likely to cost more than 2%."
-    )
-    assert tied(early, late, Gain(-0.01, 0.02), adopted=False).endswith(
-        "costs 1.0 +/- 4.0% of the step time, and may cost more than 2%."
-    )
-
-
-def test_a_figure_that_noise_hides_is_not_shown() -> None:
-    one, other = (Trial(number, replace(START, topk_ratio=ratio), "search") for number, ratio in enumerate((0.1, 0.2)))
-    noisy, known = Gain(-0.208, 4.892), Gain(-0.208, 0.5)
-    unknown = "topk_ratio 0.2 took times that are too noisy to tell"
-    whether = f"{unknown} whether it is faster than the best so far."
-    assert slower(other, one, noisy) == f"Not adopted after one look: {whether}"
-    assert compared(other, one, noisy, adopted=False) == f"Not adopted: {whether}"
-    assert f"memory: {unknown} what it saves of the step time, and may" in tied(other, one, noisy, adopted=False)
-    assert "is 20.8 +/- 100.0% slower" in slower(other, one, known)
-    assert "costs 20.8 +/- 100.0%" in compared(other, one, known, adopted=False)
-    for error, least in ((0.0, "the 2% that a change has to be worth"), (0.03, "the 6.0% that noise could explain")):
-        assert f", more than {least}." in compared(other, one, Gain(0.2, error), adopted=True)
-
-
-def test_what_was_cut_short_is_told_by_what_is_set_otherwise() -> None:
-    incumbent, trial = (
-        Trial(number, replace(START, overlap_step=on), "search") for number, on in enumerate((True, False))
-    )
-    outcome = Outcome("aborted", reason="its steps take 2.00 times as long")
-    assert failed(trial, incumbent, outcome) == "Cut short: overlap_step off: its steps take 2.00 times as long."
-
-
 def test_what_the_guard_did_is_the_fourth_line() -> None:
     search, driver = make(6, 0.05)
     driver.run(search)
@@ -140,15 +103,6 @@ def test_what_the_guard_did_is_the_fourth_line() -> None:
     assert kept == f"zftune keeps {search.book.trials[0].setting}."
     assert gain == "Gain: none. What had been adopted was taken back, since training went wrong."
     assert guard == "Guard: Stopped at step 9: the loss is nan."
-
-
-def test_what_was_rolled_back_is_not_told_as_never_adopted() -> None:
-    search, driver = make(6, 0.05)
-    driver.run(search)
-    while search.book.adoptions:
-        search.roll_back("by hand")
-    gain = said(search, over=True)[1].splitlines()[2]
-    assert gain.startswith("Gain: none. What had been adopted was rolled back. Rolled back by hand: ")
 
 
 def test_what_was_given_up_for_the_quality_gains_nothing() -> None:
@@ -161,8 +115,3 @@ def test_what_was_given_up_for_the_quality_gains_nothing() -> None:
     assert search.book.adoptions
     gain = said(search, over=True)[1].splitlines()[2]
     assert gain.startswith("Gain: none. What had been adopted was given up for the quality. ")
-
-
-def test_why_nothing_is_left_to_be_tried_is_what_holds_settings() -> None:
-    assert none_left("").endswith(" that the quality allows.")
-    assert none_left("no loss is known").endswith(": those that change the trajectory stay, since no loss is known.")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from tests.tiers import by_day
 from zenflow import ZenFlowConfig
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
@@ -163,7 +164,9 @@ def test_closing_it_ends_a_wait(thinker: SamplerProcess) -> None:
     assert found == ["the search process was ended"]
 
 
-@pytest.mark.parametrize("then", ["time.sleep(600)", "thinker.ask(time.sleep, 600)"], ids=["idle", "thinking"])
+@pytest.mark.parametrize(
+    "then", by_day(["thinker.ask(time.sleep, 600)"], all_of=["time.sleep(600)", "thinker.ask(time.sleep, 600)"])
+)
 def test_it_ends_with_its_parent(then: str) -> None:
     code = f"""
 import os, time
