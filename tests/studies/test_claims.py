@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.tiers import by_day
-from zenflow.rig import Rig
+from zftune.emulation import Rig
 from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates
 from zftune.tuner.space import Setting

@@ -14,7 +14,7 @@ import pytest
 
 from tests import zygote
 from zenflow import ZenFlowConfig
-from zenflow.rig import Rig
+from zftune.emulation import Rig
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "studies"

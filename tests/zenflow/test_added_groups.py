@@ -11,6 +11,7 @@ import torch
 from hypothesis import event, given, note
 from torch import nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import combinations, repeated
 from tests.zenflow.case_data import Param
 from tests.zenflow.cases import Case, case_of, draw_case, same_bits
@@ -20,7 +21,7 @@ from tests.zenflow.knob_cases import merged, with_changes, with_joins
 from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.small import Stack, seeded, tokens_of
 from tests.zenflow.test_invariants import RANDOMS, thorough
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 
 @given(RANDOMS)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.zenflow.cases import assert_same, case_of, run
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.arrivals import H2DQueue
 from zenflow.device import CpuDevice, Transfer
 from zenflow.host.engine import Job
+from zftune.emulation import EmulatedAccelerator, Rig
 
 
 def job_of(nbytes: int) -> Job:

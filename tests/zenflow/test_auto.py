@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, note
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import repeated
 from tests.zenflow.cases import case_of, draw_case, run
 from tests.zenflow.change_cases import closing_steps, compare
 from tests.zenflow.family_cases import draw_rule
 from tests.zenflow.knob_cases import with_auto, with_changes
 from tests.zenflow.test_invariants import RANDOMS, thorough
-from zenflow import ConfigError, ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 
 Grad = Sequence[float] | None  # of one step, of one weight of one row; None: the weight has none
 

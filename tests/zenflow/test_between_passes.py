@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, note
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import by_day
 from tests.zenflow.knob_cases import draw_knobs
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of
 from tests.zenflow.test_invariants import RANDOMS, thorough
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 Where = Literal["before forward", "before backward", "before step"]
 Plan = dict[tuple[int, Where], list[tuple[str, Any]]]  # (step, where) -> what is done there, with what

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.zenflow.lines import Lines, raising
-from zenflow.clock import REAL_CLOCK, Clock, Queue, SimulatedClock
-from zenflow.errors import DeadlockError
+from zenflow.clock import REAL_CLOCK, Clock, Queue
+from zftune.emulation.clock import DeadlockError, SimulatedClock
 
 __all__ = ["raising"]
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
-from zenflow import EmulatedAccelerator, EmulatedMemory, HostEngineError, Rig, ZenFlowConfig
+from zenflow import HostEngineError, ZenFlowConfig
 from zenflow.clock import REAL_CLOCK, Clock
 from zenflow.device import HostSpan, Transfer
+from zftune.emulation import EmulatedAccelerator, EmulatedMemory, Rig
 
 FAST_GBPS = 1e6
 PAD = {"forward_ms": 3.0, "backward_ms": 6.0}

@@ -23,9 +23,10 @@ from tests.zenflow.engine_cases import (
     make,
 )
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
-from zenflow import CpuDevice, EmulatedAccelerator, HostEngineError, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import HostSpan, Mark, Transfer
+from zftune.emulation import EmulatedAccelerator, Rig
 
 CAUSES = {"fail": "a failure was injected", "die": "a thread of the host engine is gone"}
 

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tests import forked
+from tests.support.oracle import ReferenceAdamW
 from tests.zenflow.cases import Make, same_bits
 from tests.zenflow.small import Stack, tokens_of
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.host.native import NativeBackend
 
 STATE_BYTES, RESULT_BYTES, GRADIENT_BYTES = 12, 2, 2  # of an element: AdamW in bf16

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW, ReferenceOptimizer
 from tests.zenflow.cases import FIXED_CASES, Trace, case_of, run, same_bits
 from tests.zenflow.family_cases import OURS, REFERENCE
 from tests.zenflow.rule_cases import NAMES
-from zenflow import ReferenceAdamW, ReferenceOptimizer, ZenFlowConfig
+from zenflow import ZenFlowConfig
 
 ROWS, COLUMNS = 5, 8
 LOUD = [(0, 1), (0, 1), (2, 3), (2, 3), (0, 5), (6, 7), (6, 7), (0, 1), (4, 3), (4, 3)]  # important columns by step

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.oracle import energies as reference_energies
 from tests.tiers import combinations
 from tests.zenflow.kernel_cases import (
     DTYPES,
@@ -27,7 +28,6 @@ from tests.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
 from zenflow.kernels.base import ColumnUpdate
 from zenflow.kernels.native import NativeKernels
-from zenflow.reference_weight import energies as reference_energies
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 

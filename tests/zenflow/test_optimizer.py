@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.zenflow.cases import same_bits
-from zenflow import ConfigError, ReferenceAdamW, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 
 CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=3, select_interval=2, bucket_bytes=40)
 

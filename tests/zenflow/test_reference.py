@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW, plan
 from tests.tiers import repeated
 from tests.zenflow.cases import Case, case_of, run, same_bits
 from tests.zenflow.family_cases import OTHERS, REFERENCE
 from tests.zenflow.torch_oracle import assert_close_to_torch
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
-from zenflow.reference import ReferenceAdamW
-from zenflow.reference_weight import plan
 
 SYNC: dict[str, Any] = {"update_interval": 1, "overlap_step": False}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.oracle import ReferenceAdamW, ReferenceOptimizer
 from tests.tiers import repeated
 from tests.zenflow.cases import Case, Trace, assert_same, case_of, run, same_bits
 from tests.zenflow.family_cases import OTHERS, REFERENCE
@@ -18,7 +19,6 @@ from tests.zenflow.knob_cases import with_auto, with_changes, with_joins
 from tests.zenflow.torch_oracle import assert_close_to_torch
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import ConfigError
-from zenflow.reference import ReferenceAdamW, ReferenceOptimizer
 
 SYNC: dict[str, Any] = {"update_interval": 1, "overlap_step": False}
 CLIPPING = ("max_grad_norm", "skip_nonfinite")

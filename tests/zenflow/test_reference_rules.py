@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdagrad, ReferenceLion, ReferenceOptimizer, ReferenceSGD
 from tests.zenflow.family_cases import REFERENCE, TORCH_CLASS
 from tests.zenflow.rule_cases import NAMES
-from zenflow import ReferenceAdagrad, ReferenceLion, ReferenceOptimizer, ReferenceSGD, ZenFlowConfig
+from zenflow import ZenFlowConfig
 
 SYNC = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
 

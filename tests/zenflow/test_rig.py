@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zenflow import ConfigError, RigSpec
+from zenflow import ConfigError
+from zftune.emulation import RigSpec
 
 RIGS = sorted((Path(__file__).parents[2] / "zftune" / "rigs").glob("*.toml"))
 RATES = """name = "r"

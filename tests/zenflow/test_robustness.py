@@ -16,16 +16,9 @@ from torch import Tensor, nn
 
 from tests import forked
 from tests.zenflow.cases import same_bits
-from zenflow import (
-    CpuDevice,
-    EmulatedAccelerator,
-    Rig,
-    UnsupportedError,
-    ZenFlowAdamW,
-    ZenFlowConfig,
-    ZenFlowError,
-)
+from zenflow import CpuDevice, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import Transfer
+from zftune.emulation import EmulatedAccelerator, Rig
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOWS = ZenFlowConfig(topk_ratio=0.25, update_interval=2, select_interval=2)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from tests.zenflow.small import Flat, seeded, tokens_of
-from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowAdamW, ZenFlowConfig
+from zenflow import StepStats, ZenFlowAdamW, ZenFlowConfig
+from zftune.emulation import EmulatedAccelerator, Rig
 
 FAST_GBPS = 1e6
 FORWARD_MS, BACKWARD_MS = 2.0, 4.0

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
 from tests.zenflow.stream_cases import DEVICES, MODELS, device_of
-from zenflow import EmulatedAccelerator, Rig, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import UnsupportedError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.standin import GradientPlaceholder
+from zftune.emulation import EmulatedAccelerator, Rig
 
 KNOBS: list[dict[str, Any]] = [
     {"topk_ratio": 0.25, "update_interval": 3, "select_interval": 2},

@@ -12,20 +12,10 @@ import torch
 from torch import nn
 
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import (
-    ConfigError,
-    CpuDevice,
-    Device,
-    EmulatedAccelerator,
-    Rig,
-    StepStats,
-    Timeline,
-    TimelineRecorder,
-    ZenFlowAdamW,
-    ZenFlowConfig,
-)
-from zenflow.clock import SimulatedClock
+from zenflow import ConfigError, CpuDevice, Device, StepStats, Timeline, TimelineRecorder, ZenFlowAdamW, ZenFlowConfig
 from zenflow.history import Span
+from zftune.emulation import EmulatedAccelerator, Rig
+from zftune.emulation.clock import SimulatedClock
 
 FORWARD_MS, BACKWARD_MS = 8.0, 16.0
 D2H_GBPS, H2D_GBPS, HOST_GBPS = 1.2e-3, 1.5e-3, 8e-3

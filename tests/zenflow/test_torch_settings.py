@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.oracle import ReferenceAdamW
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 WINDOWS: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 3, "select_interval": 2, "bucket_bytes": 300}
 AUTO: dict[str, Any] = {**WINDOWS, "update_interval": "auto", "select_interval": "auto", "max_update_interval": 5}

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from zenflow import CpuDevice, EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import Device
 from zenflow.host.tasks import StartGate
+from zftune.emulation import EmulatedAccelerator, Rig
 
 INTERVAL = 4
 CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=INTERVAL, select_interval=100)
