@@ -22,7 +22,6 @@ Plan = dict[tuple[int, Where], list[tuple[str, Any]]]  # (step, where) -> what i
 
 STEPS = 12
 START: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 3, "select_interval": 2, "bucket_bytes": 60}
-KNOBS = ("topk_ratio", "offload_ratio", "update_interval", "select_interval")
 WHERE: tuple[Where, ...] = ("before forward", "before backward", "before step")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from tests.seeds import fresh_seeds
 from tests.zenflow.rounding import ULP
 from tests.zenflow.stream_cases import DEVICES, device_of
 from tests.zenflow.torch_oracle import BookLion
-from zenflow import ConfigError, ZenFlowConfig, full_state
+from zenflow import ConfigError, ZenFlowConfig
 from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
 
 SHAPES = [(13, 7), (5, 3, 4), (9,), (1, 1), ()]
@@ -198,33 +196,6 @@ def test_a_parameter_without_an_update_begins_with_what_is_set(runs: Callable[..
     assert torch.equal(optimizer.full_state(unused)["master"], value)
 
 
-def test_it_is_fp32_on_the_cpu_whatever_the_defaults(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16)
-    run.step()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            states = [run.optimizer.full_state(weight) for weight in (*run.weights, run.unused)]
-    finally:
-        torch.set_default_dtype(before)
-    kinds = {(one.dtype, one.device.type) for state in states for one in state.values()}
-    assert kinds == {(torch.float32, "cpu")}
-
-
-def test_what_others_wrote_to_the_weight_is_in_it(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16, update_interval=1, overlap_step=False)
-    run.step(2)
-    weight = run.weights[0]
-    before = run.optimizer.full_state(weight)["master"]
-    with torch.no_grad():
-        weight[:, 2].fill_(0.7)
-    after = run.optimizer.full_state(weight)["master"]
-    before[:, 2] = torch.tensor(0.7).bfloat16().float()
-    assert torch.equal(after, before)
-    assert bool((before != weight.detach().float()).any())  # else fp32 was lost
-
-
 def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
     run = runs()
     weight = run.weights[0]
@@ -242,29 +213,6 @@ def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
 # --- optimizer.state ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_gathered_before_somebody_asks(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runs()
-    run.step()
-    state = run.optimizer.state
-
-    def read(*_: object) -> None:
-        raise AssertionError("gathered")
-
-    monkeypatch.setattr(full_state, "read", read)
-    assert len(state) == len(run.weights) + 1
-    for view in state.values():
-        assert view
-        assert (len(view), list(view), list(view.keys())) == (3, ["step", "exp_avg", "exp_avg_sq"], list(view))
-        assert "exp_avg" in view
-        assert "max_exp_avg_sq" not in view
-        assert view.get("max_exp_avg_sq") is None
-        assert repr(view) == "StateView(step, exp_avg, exp_avg_sq)"
-        with pytest.raises(KeyError, match="max_exp_avg_sq"):
-            view["max_exp_avg_sq"]
-    run.optimizer.state_dict()
-    run.step()
-
-
 def test_tools_that_move_or_clear_the_state_do_no_harm(runs: Callable[..., Run]) -> None:
     used, alone = runs(dtype=torch.bfloat16), runs(dtype=torch.bfloat16)
     for step in range(6):
@@ -277,17 +225,6 @@ def test_tools_that_move_or_clear_the_state_do_no_harm(runs: Callable[..., Run])
         if step == 4:
             used.optimizer.state.clear()
     equal(used.bits(), alone.bits())
-
-
-def test_copies_of_the_state_are_plain_dictionaries(runs: Callable[..., Run]) -> None:
-    run = runs()
-    run.step(2)
-    view = run.optimizer.state[run.weights[0]]
-    for made in (copy.deepcopy(view), copy.copy(view), pickle.loads(pickle.dumps(view)), dict(view), {**view}):
-        assert type(made) is dict
-        equal(list(made.values()), list(view.values()))
-    copied = copy.deepcopy(run.optimizer.state)
-    assert [type(one) for one in copied.values()] == [dict] * len(copied)
 
 
 def test_the_state_keeps_no_optimizer_alive() -> None:

@@ -103,32 +103,6 @@ def test_a_window_that_is_late_tells_the_mean_of_its_steps(seed: int) -> None:
         assert stats.weight_norm == pytest.approx(weights, rel=1e-5)
 
 
-def test_columns_that_are_selected_or_have_just_joined_are_left_out() -> None:
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(6, 20))
-    config = ZenFlowConfig(topk_ratio=0.3, update_interval=1, overlap_step=False, select_interval=2)
-    optimizer = ZenFlowAdamW([weight], config=config, **HYPER)
-    exchanged = 0
-    for step in range(1, 12):
-        before, deferred = weight.detach().clone(), columns_of(optimizer)
-        weight.grad = torch.randn(6, 20) * torch.rand(20).pow(4)
-        optimizer.step()
-        stats, stayed = optimizer.history(wait=True)[-1], sorted(deferred & columns_of(optimizer))
-        exchanged += len(deferred - columns_of(optimizer))
-        if step > 1:  # before the first the columns are not known
-            assert stats.change_norm is not None
-            share = len(stayed) / 14  # what is known stands for all that is deferred
-            change = norm([(weight.detach() - before)[:, stayed]])
-            assert stats.change_norm == pytest.approx(change / share**0.5, rel=1e-3)
-    assert exchanged > 5
-    optimizer.close()
-
-
-def columns_of(optimizer: ZenFlowAdamW) -> set[int]:
-    weights = optimizer._training.model.weights
-    return {column for one in weights if one.deferred is not None for column in one.deferred.slot_columns.tolist()}
-
-
 def test_tied_weights_count_once() -> None:
     torch.manual_seed(0)
     embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
@@ -143,32 +117,6 @@ def test_tied_weights_count_once() -> None:
     stats = optimizer.history(wait=True)[-1]
     assert stats.change_norm == pytest.approx(norm([embedding.weight.detach() - before]), rel=1e-3)
     assert stats.weight_norm == pytest.approx(norm([before]), rel=1e-5)
-    optimizer.close()
-
-
-def test_steps_that_are_left_out_and_what_the_script_writes_are_no_movement() -> None:
-    torch.manual_seed(0)
-    weight = nn.Parameter(torch.randn(6, 8))
-    optimizer = ZenFlowAdamW([weight], config=EXACT, **HYPER)
-
-    def step(*, skipped: bool = False) -> float | None:
-        weight.grad = torch.randn(6, 8)
-        optimizer.found_inf = torch.tensor(float(skipped))  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-        stats = optimizer.history(wait=True)[-1]
-        return stats.movement_percent
-
-    assert step() == pytest.approx(0.3, rel=0.5)
-    assert step(skipped=True) is None
-    assert step() == pytest.approx(0.3, rel=0.5)
-    with torch.no_grad():
-        weight.mul_(2)
-    assert step() is None
-    assert step() is not None
-    optimizer.set_full_state(weight, "master", torch.randn(6, 8))
-    assert step() is None
-    assert step() is not None
     optimizer.close()
 
 
