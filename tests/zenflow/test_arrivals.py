@@ -122,3 +122,21 @@ def test_no_more_waits_for_the_link_in_the_first_step_than_in_later_ones_arrives
     optimizer.close()
     assert nbytes // 16 < peaks[0] <= nbytes // 8 + selections
     assert peaks[-1] > nbytes // 2  # gradients of a step, as many as there are
+
+
+def asked(jobs: list[Job]) -> list[bool]:
+    return [job._asked is not None for job in jobs]
+
+
+def test_who_is_wanted_twice_or_done_out_of_turn_is_counted_once() -> None:
+    arrivals = H2DQueue(10)
+    jobs = [job_of(8) for _ in range(3)]
+    arrivals.want(jobs)
+    arrivals.want(reversed(jobs))
+    arrivals.done(jobs[2])  # somebody needed it and asked himself
+    assert asked(jobs) == [True, False, False]
+    arrivals.done(jobs[0])
+    assert asked(jobs) == [True, True, False]
+    arrivals.done(jobs[1])
+    arrivals.done(job_of(5))  # never wanted
+    assert arrivals.nbytes == 0

@@ -100,11 +100,6 @@ def test_cores_are_dealt_among_the_ranks_at_their_node(
     assert [dealt_cpus(others, number, machine.root) for number in range(len(others))] == [None, *expected, None]
 
 
-def test_shares_are_decimal_numbers(machine: Machine) -> None:
-    assert 0.07 * 100 > 7  # in floating point
-    assert cores_of(machine, range(100), 0.07).reserved_cores == 7
-
-
 def test_quota_version_1(machine: Machine) -> None:
     machine.group("cpu,cpuacct", "/job/step")
     machine.mount("/sys/fs/cgroup/cpu,cpuacct", controllers="cpu,cpuacct")
@@ -146,12 +141,6 @@ def test_damaged_topology_files_are_unknown(machine: Machine, text: str) -> None
     for cpu in (0, 1):
         machine.files(f"sys/devices/system/cpu/cpu{cpu}/topology", {"thread_siblings_list": text})
     machine.files("sys/devices/system/cpu", {"online": text})
-    assert cpus_of(machine, {0, 1}, numa_node=0) == [0, 1]
-
-
-def test_files_that_are_folders_or_no_text_are_unknown(machine: Machine) -> None:
-    machine.write("sys/devices/system/node/node0/cpulist/below", "")
-    machine.write("sys/devices/system/cpu/cpu0/topology/thread_siblings_list", b"\xff\xfe\x00")
     assert cpus_of(machine, {0, 1}, numa_node=0) == [0, 1]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from tests.seeds import fresh_seeds
 from tests.zenflow.rounding import ULP
 from tests.zenflow.stream_cases import DEVICES, device_of
 from tests.zenflow.torch_oracle import BookLion
-from zenflow import ConfigError, ZenFlowConfig
+from zenflow import ConfigError, ZenFlowConfig, full_state
 from zenflow.family import ZenFlowAdagrad, ZenFlowAdam, ZenFlowAdamW, ZenFlowLion, ZenFlowSGD
 
 SHAPES = [(13, 7), (5, 3, 4), (9,), (1, 1), ()]
@@ -123,16 +125,6 @@ def test_reading_and_setting_what_was_read_changes_nothing(runs: Callable[..., R
     equal(watched.bits(), alone.bits())
 
 
-def test_it_is_what_a_checkpoint_has_in_the_midst_of_windows(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16, apply_lag=3)
-    for _ in range(7):
-        run.step()
-        saved = run.optimizer.state_dict()["state"]
-        for number, weight in enumerate(run.weights):
-            ours = run.optimizer.full_state(weight)
-            assert all(torch.equal(ours[name], saved[number][name]) for name in ("master", "exp_avg", "exp_avg_sq"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq"])
 def test_training_goes_on_from_what_was_set(runs: Callable[..., Run], name: str, dtype: torch.dtype) -> None:
@@ -237,3 +229,37 @@ def test_the_state_keeps_no_optimizer_alive() -> None:
     assert gone() is None
     with pytest.raises(Exception, match="the state of an optimizer that is gone was requested"):
         view["exp_avg"]
+
+
+def test_nothing_is_gathered_before_somebody_asks(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs()
+    run.step()
+    state = run.optimizer.state
+
+    def read(*_: object) -> None:
+        raise AssertionError("gathered")
+
+    monkeypatch.setattr(full_state, "read", read)
+    assert len(state) == len(run.weights) + 1
+    for view in state.values():
+        assert view
+        assert (len(view), list(view), list(view.keys())) == (3, ["step", "exp_avg", "exp_avg_sq"], list(view))
+        assert "exp_avg" in view
+        assert "max_exp_avg_sq" not in view
+        assert view.get("max_exp_avg_sq") is None
+        assert repr(view) == "StateView(step, exp_avg, exp_avg_sq)"
+        with pytest.raises(KeyError, match="max_exp_avg_sq"):
+            view["max_exp_avg_sq"]
+    run.optimizer.state_dict()
+    run.step()
+
+
+def test_copies_of_the_state_are_plain_dictionaries(runs: Callable[..., Run]) -> None:
+    run = runs()
+    run.step(2)
+    view = run.optimizer.state[run.weights[0]]
+    for made in (copy.deepcopy(view), copy.copy(view), pickle.loads(pickle.dumps(view)), dict(view), {**view}):
+        assert type(made) is dict
+        equal(list(made.values()), list(view.values()))
+    copied = copy.deepcopy(run.optimizer.state)
+    assert [type(one) for one in copied.values()] == [dict] * len(copied)

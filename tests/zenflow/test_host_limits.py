@@ -65,26 +65,6 @@ def test_version_1_and_its_number_for_no_limit(machine: Machine) -> None:
     assert available_host_bytes(machine.root) == 3 * GIB // 2
 
 
-def test_hybrid_takes_the_least_of_both(machine: Machine) -> None:
-    machine.group("memory", "/job")
-    machine.group("", "/unit")
-    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
-    machine.mount("/sys/fs/cgroup/unified")
-    v1(machine, "sys/fs/cgroup/memory/job", str(4 * GIB), "0")
-    v2(machine, "sys/fs/cgroup/unified/unit", str(3 * GIB), "0")
-    assert available_host_bytes(machine.root) == 3 * GIB
-
-
-def test_an_overdrawn_group_has_nothing_left(machine: Machine) -> None:
-    machine.mount("/sys/fs/cgroup")
-    v2(machine, "sys/fs/cgroup", str(GIB), str(2 * GIB))
-    assert available_host_bytes(machine.root) == 0
-    v2(machine, "sys/fs/cgroup", str(GIB), "4096", inactive_file=8192)  # counted at different moments
-    assert available_host_bytes(machine.root) == GIB
-    v2(machine, "sys/fs/cgroup", "0", "0")
-    assert available_host_bytes(machine.root) == 0
-
-
 def test_resource_limits_less_what_is_in_use(machine: Machine) -> None:
     machine.write("proc/self/status", "Name:\tpython\nVmPeak:\t 9999 kB\nVmSize:\t 2048 kB\nVmData:\t  1024 kB\n")
     limits(machine)

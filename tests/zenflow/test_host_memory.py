@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from tests import forked
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import by_day
-from tests.zenflow.cases import Make
+from tests.zenflow.cases import Make, same_bits
 from tests.zenflow.small import Stack, tokens_of
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 
@@ -234,3 +235,38 @@ def test_memory_that_is_gone_later_is_a_sentence(no_room: Any) -> None:
 
 def test_threads_that_cannot_be_had_are_a_sentence(no_room: Any) -> None:
     assert re.fullmatch(r"the host engine could not start 4096 threads: .+", no_room["threads"] or "")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has gradients of the weight's dtype only"
+)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_gradients_may_change_their_dtype(interval: int, slow_host: Callable[[int], Make]) -> None:
+    """The log has to grow while older and smaller entries are still in it."""
+    generator = torch.Generator().manual_seed(interval)
+    shapes = [(30, 20), (7, 50)]
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    ours, theirs = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    config = ZenFlowConfig(update_interval=interval, topk_ratio=0.2, select_interval=2, bucket_bytes=300)
+    optimizer = slow_host(interval)(ours, lr=0.1, config=config)
+    reference = ReferenceAdamW(theirs, lr=0.1, config=config)
+    sizes = []
+    for step in range(36):
+        dtype = (torch.bfloat16, torch.float32, torch.float16, torch.float32)[step // 9]
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad_dtype = b.grad_dtype = None
+            a.grad = torch.randn(a.shape, generator=generator).to(dtype)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+        sizes.append(optimizer.host_bytes()["log"])
+    optimizer.flush()
+    reference.flush()
+    for a, b in zip(ours, theirs, strict=True):
+        assert bool(same_bits(a.detach(), b.detach()).all())
+    split = Split(optimizer)
+    entries = interval * (split.buckets + 1)
+    bf16, fp32 = sizes[8], sizes[-1]
+    assert 2 * interval * split.elements <= bf16 <= 2 * interval * (split.elements + split.largest) + 64 * entries
+    assert 4 * interval * split.elements <= fp32 <= 4 * interval * (split.elements + split.largest) + 64 * entries
+    optimizer.close()

@@ -63,21 +63,6 @@ def test_all_kernels_of_a_process_share_the_threads() -> None:
 
 
 @needs_proc
-def test_a_small_update_wakes_nobody() -> None:
-    script = """
-state = ColumnState(ones(1, 100), 1)
-one.update(RULE, state, ones(100, 1), None, HYPER)
-print(helpers(0))
-"""
-    assert said(script) == ["True"]
-
-
-def test_fewer_threads_are_asked_for_later() -> None:
-    script = "update(one); torch.set_num_threads(1); print(update(one)); torch.set_num_threads(2); print(update(one))"
-    assert said(script) == ["True", "True"]
-
-
-@needs_proc
 def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """
 update(one)

@@ -13,15 +13,25 @@ from hypothesis import event, given, note
 from torch import nn
 
 from tests.tiers import by_day, combinations, repeated
-from tests.zenflow.cases import Make, case_of, draw_case, run, same_bits
+from tests.zenflow.cases import Case, Make, Trace, case_of, draw_case, run, same_bits
 from tests.zenflow.change_cases import closing_steps, compare
 from tests.zenflow.family_cases import OTHERS, OURS, REFERENCE, draw_rule
 from tests.zenflow.knob_cases import SPLIT, draw_knobs, merged, with_auto, with_changes, with_joins
 from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.test_invariants import RANDOMS, SYNC, thorough
-from tests.zenflow.test_reference_changes import CLIPPING, other_than_knobs, without_knobs
 from tests.zenflow.torch_oracle import assert_close_to_torch
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
+
+CLIPPING = ("max_grad_norm", "skip_nonfinite")
+
+
+def without_knobs(case: Case) -> Case:
+    """The case without its changes of knobs."""
+    return replace(case, between=tuple(h for h in case.between if h[1] != "knobs"))
+
+
+def other_than_knobs(trace: Trace) -> Trace:
+    return [(event, weights) for event, weights in trace if not event.startswith("knobs")]
 
 
 @given(RANDOMS)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.zenflow.small import has_room
 from zenflow import ZenFlowError
 from zenflow.host.log_pool import Extents, LogPool
-from zenflow.host.places import ALIGN_BYTES, padded
+from zenflow.host.places import ALIGN_BYTES
 
 SOON_S = 30.0  # a hang, on however busy a machine
 A_WHILE_S = 0.05  # long enough that a thread which should not wait is through
@@ -37,31 +37,6 @@ def ranges(extents: Extents) -> list[tuple[int, int]]:
 
 
 # --- where an entry goes ---------------------------------------------------------------------------------------------
-
-
-def with_free(*sizes: int, capacity: int = 64 * KB) -> LogPool:
-    """A pool whose free extents are whole segments of these sizes."""
-    pool = LogPool(capacity, host_bytes)
-    for extents in [pool.take(size) for size in sizes]:
-        pool.give(extents)
-    assert pool.allocated_bytes == sum(sizes)
-    return pool
-
-
-def test_what_is_left_of_the_capacity_is_one_of_the_pieces() -> None:
-    pool = with_free(KB, KB + 64, capacity=4 * KB + 127)
-    assert lengths(pool.take(3 * KB)) == [KB + 64, 2 * KB - 64]
-    assert pool.allocated_bytes == 4 * KB
-    assert lengths(pool.take(KB + 64)) == [KB, 64]
-    assert pool.allocated_bytes == pool.taken_bytes == 4 * KB + 64
-
-
-def test_elements_of_an_odd_number_of_bytes_are_not_cut() -> None:
-    pool = with_free(128, 64, capacity=192)
-    extents = pool.take(130)  # 65 elements of 2 bytes
-    assert lengths(extents) == [128, 2]
-    assert [view.view(torch.bfloat16).numel() for view in extents.views] == [64, 1]
-    assert pool.taken_bytes == padded(130) == 192
 
 
 def test_more_than_the_capacity_is_refused_at_once() -> None:
@@ -134,15 +109,6 @@ def test_a_give_wakes_a_waiting_take() -> None:
     assert not waiting.result.done()  # too little
     pool.give(second)
     assert lengths(waiting.result.result(SOON_S)) == [2 * KB]
-
-
-def test_a_larger_capacity_wakes_a_waiting_take() -> None:
-    pool = LogPool(KB, host_bytes)
-    pool.take(KB)
-    waiting = Waiting(pool, KB)
-    pool.resize(2 * KB)
-    assert lengths(waiting.result.result(SOON_S)) == [KB]
-    assert pool.peak_allocated_bytes == 2 * KB
 
 
 def test_a_failure_wakes_waiting_and_later_takes() -> None:

@@ -103,23 +103,6 @@ def test_a_window_that_is_late_tells_the_mean_of_its_steps(seed: int) -> None:
         assert stats.weight_norm == pytest.approx(weights, rel=1e-5)
 
 
-def test_tied_weights_count_once() -> None:
-    torch.manual_seed(0)
-    embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-    head.weight = embedding.weight
-    model = nn.Sequential(embedding, head)
-    optimizer = ZenFlowAdamW(model.parameters(), config=EXACT, module=model, **HYPER)
-    for _ in range(3):
-        before = embedding.weight.detach().clone()
-        model(torch.arange(11)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = optimizer.history(wait=True)[-1]
-    assert stats.change_norm == pytest.approx(norm([embedding.weight.detach() - before]), rel=1e-3)
-    assert stats.weight_norm == pytest.approx(norm([before]), rel=1e-5)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_of_a_large_weight_some_columns_stand_for_all(spread: float) -> None:
     """Columns whose norms differ by a factor of e cost exactness, which the study tells of real models."""

@@ -41,7 +41,7 @@ from zenflow import ConfigError, HostEngineError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.host.backend import choose_backend
 from zenflow.host.eager import EagerBackend
 from zenflow.host.native import NativeBackend, load_native
-from zenflow.host.tasks import ReadMasters, Targets, Unpack, Update
+from zenflow.host.tasks import ReadMasters, Update
 from zenflow.rules import RULES, Rule
 from zenflow.state import ColumnState
 
@@ -134,43 +134,6 @@ def test_masters_are_read_as_in_pytorch(
     for memory in (theirs, *ours):
         memory.do(ReadMasters(memory.columns, slots, weights, keep))
         same_state(memory.state, theirs.state)
-
-
-@pytest.mark.parametrize(("keep", "expected"), [(True, [1.0009765625, 3.0, 0.5]), (False, [1.0, 3.0, 0.5])])
-def test_a_master_that_rounds_to_its_weight_stays_where_asked(
-    backend: NativeBackend, keep: bool, expected: list[float]
-) -> None:
-    memory = Memory(
-        backend, RULES["lion"], [torch.tensor([[1.0009765625], [2.0], [0.5]]), torch.zeros(3, 1)], torch.zeros(3).int()
-    )
-    weights = torch.tensor([[1.0], [3.0], [0.5]], dtype=torch.bfloat16)
-    memory.do(ReadMasters(memory.columns, range(3), weights, keep))
-    assert memory.state.master.flatten().tolist() == expected
-
-
-@every_rule
-@given(seed=SEEDS)
-@thorough(12)
-def test_what_is_packed_can_be_unpacked_elsewhere(rule: Rule, backends: dict[int, NativeBackend], seed: int) -> None:
-    draw = Draw(seed)
-    for backend in backends.values():
-        source, target = (
-            drawn_memories(Draw(seed), rule, backend)[0],
-            drawn_memories(Draw(seed), rule, backend)[0],
-        )
-        for stream in (target.state.master, *target.state.moments, target.state.count):
-            stream.zero_()
-        columns = len(source.state.count)
-        slots = draw.index(range(columns))
-        places = torch.tensor(draw.rng.sample(range(columns), len(slots)))
-        packed = source.place("packed", torch.zeros(len(slots), source.state.packed_columns, dtype=torch.int32))
-        source.do(Update(source.columns, [Targets(slots, [])], None, packed=packed))
-        same(packed, source.state.pack(slots), "packed")
-        target.do(Unpack(target.columns, places, packed))
-        same_state(target.state.select(places), source.state.select(slots))
-        rest = torch.ones(columns, dtype=torch.bool)
-        rest[places] = False
-        assert not bool(target.state.master[rest].any() or target.state.count[rest].any())
 
 
 @every_rule

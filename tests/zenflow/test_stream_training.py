@@ -167,31 +167,6 @@ def test_clip_grad_norm_is_max_grad_norm(foreach: bool | None) -> None:
         run.optimizer.close()
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
-def test_grad_scaler(unscale: bool, clip: bool) -> None:
-    runs = [Run(), Run(stream=False)]
-    scales = []
-    for run in runs:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-        for step in range(9):
-            run.batch += 1
-            loss = scaler.scale(run.model(tokens_of(run.batch)))
-            (loss * float("inf") if step in (0, 4) else loss).backward()
-            if unscale:
-                scaler.unscale_(run.optimizer)
-            if clip:
-                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-            scaler.step(run.optimizer)
-            scaler.update()
-            run.optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-    assert scales[:9] == scales[9:]
-    near(runs[0].weights(), runs[1].weights())
-    for run in runs:
-        run.optimizer.close()
-
-
 def test_a_step_without_a_new_gradient_is_refused_and_changes_nothing() -> None:
     run = Run()
     for _ in range(2):
@@ -269,3 +244,32 @@ def test_an_auto_interval_sees_the_unscaled_gradient(unscale: bool) -> None:
         run.optimizer.close()
     assert sums[0][0][0] == 2.0
     torch.testing.assert_close(torch.tensor(sums[0]), torch.tensor(sums[1]), rtol=1e-5, atol=0.0)
+
+
+def test_gradients_in_place_and_left_out() -> None:
+    def do(run: Run) -> None:
+        for step in range(9):
+            run.backward()
+            if step == 4:
+                run.model.layers[0].inner.weight.grad = None
+            if step == 5:
+                run.model.head.weight.grad.zero_()
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+            if step == 6:
+                run.optimizer.step()  # with the zeros that are there, or nothing
+
+    in_both_ways(do)
+
+
+@pytest.mark.parametrize("knobs", KNOBS[:2], ids=str)
+def test_the_ledger_balances(knobs: dict[str, Any]) -> None:
+    run = Run(ledger=True, **knobs)
+    for _ in range(7):
+        run.backward()
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        run.step()
+        accounts = run.optimizer.ledger()
+        assert all(account.balanced for account in accounts.values())
+        assert any(account.produced for account in accounts.values())
+    run.optimizer.close()

@@ -47,17 +47,6 @@ def test_a_gradient_leaves_while_backward_goes_on(pair: Callable[..., Pair]) -> 
     both.step()
 
 
-def test_autograd_grad_between_backward_and_step(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    for _ in range(2):
-        both.backward(1)
-        gradients = [
-            torch.autograd.grad(model(tokens_of(2)), list(model.parameters())) for model in (both.ours, both.plain)
-        ]
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-        both.step()
-
-
 def clip_some(model: nn.Module) -> None:
     # A power of two is exact, so that the factor and the rounded product agree bit for bit.
     for number, parameter in enumerate(model.parameters()):
@@ -245,3 +234,19 @@ def test_weights_that_are_frozen_for_a_while(pair: Callable[..., Pair]) -> None:
         both.step()
     staged, restored = both.streams.counts
     assert (staged, restored) == (3 * both.streams.deferring - 2, 0)
+
+
+def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
+    both = pair()
+    both.backward(1)
+    streams = both.streams
+    streams.take_step()
+    sentence = r"taken by an earlier step .* call zero_grad\(\) between that step\(\) and the next backward\(\)"
+    with pytest.raises(UnsupportedError, match=sentence):
+        streams.streamer.require_current()
+    both.ours(tokens_of(1)).backward()
+    with pytest.raises(UnsupportedError, match=sentence):
+        streams.streamer.require_current()
+    both.each(lambda model: model.zero_grad())
+    both.backward(2)
+    both.step()

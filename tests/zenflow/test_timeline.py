@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import CpuDevice, Device, StepStats, Timeline, TimelineRecorder, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ConfigError, CpuDevice, Device, StepStats, Timeline, TimelineRecorder, ZenFlowAdamW, ZenFlowConfig
 from zenflow.history import Span
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.emulation.clock import SimulatedClock
@@ -216,15 +216,6 @@ def test_the_weights_are_the_same_with_and_without() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_a_plain_cpu_has_neither_copies_nor_stalls() -> None:
-    run = Run(OVERLAPPED, CpuDevice(), seeded(Stack))
-    timeline = recorded(run)
-    run.optimizer.close()
-    assert list(timeline.lanes) == ["compute", "host", "data"]
-    assert [span.label for span in timeline.lanes["compute"]] == ["forward", "backward", "optimizer"] * 4
-    assert all(spans for spans in timeline.lanes.values())
-
-
 class OwnClock(CpuDevice):
     """Marks on a clock of its own, as a GPU's: it began at another time than the host's."""
 
@@ -262,3 +253,8 @@ def test_a_device_with_a_clock_of_its_own_is_related_to_the_hosts() -> None:
     for wait_s, batch, forward in zip(waits_s[1:-1], *rows, strict=True):
         assert batch.end_ms - batch.begin_ms == pytest.approx(1e3 * wait_s)
         assert batch.end_ms == pytest.approx(forward.begin_ms, abs=CLOSE)
+
+
+def test_a_recording_of_no_steps_is_refused() -> None:
+    with emulated(OVERLAPPED) as run, pytest.raises(ConfigError, match=r"steps is 0; it must be an integer >= 1"):
+        run.optimizer.record_timeline(0)

@@ -146,23 +146,6 @@ def test_memory_is_counted_at_the_end_of_forward() -> None:
         device.close()
 
 
-@pytest.mark.parametrize("build", [Stack, Flat])
-def test_pads_of_an_evaluation(build: type[nn.Module]) -> None:
-    model = seeded(build)
-    with accelerator(model) as device:
-        passes(model, device)
-
-        def evaluate() -> None:
-            model.eval()
-            with torch.no_grad():
-                model(tokens_of(1))
-            model.train()
-
-        assert pads(device, evaluate) == pytest.approx(FORWARD)
-        assert pads(device, device.begin_step) == 0
-        assert pads(device, lambda: passes(model, device)) == pytest.approx(BOTH)
-
-
 def test_pads_of_a_module_without_a_list_of_layers() -> None:
     model = seeded(Flat)
     with accelerator(model) as device:
