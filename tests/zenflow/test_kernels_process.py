@@ -74,7 +74,7 @@ print(os.waitpid(child, 0)[1], update(one))
     assert said(script) == ["0 True"]
 
 
-def test_a_child_that_was_forked_while_they_work_ends_as_python_ends() -> None:
+def test_a_child_that_was_forked_while_they_work_ends_as_python_ends(every_fault: None) -> None:
     script = f"""
 ended = threading.Event()
 def work():
