@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow import Device, EmulatedAccelerator, StepStats, ZenFlowConfig, ZenFlowError
+from zenflow import Device, StepStats, ZenFlowConfig, ZenFlowError
 from zenflow.config import AUTO_SELECT_INTERVAL, AUTO_SELECT_OVERLAP
 from zenflow.history import Lane, Timeline, TimelineRecorder
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.ranks import several_ranks
+from zftune.emulation import EmulatedAccelerator
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, bound_of, choose
 from zftune.planner.closed_form import predict

@@ -3,7 +3,6 @@
 from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
 from zenflow.device import CpuDevice, CudaDevice, Device
-from zenflow.emulator import EmulatedAccelerator, EmulatedMemory
 from zenflow.errors import (
     CheckpointError,
     ConfigError,
@@ -17,15 +16,6 @@ from zenflow.history import Timeline, TimelineRecorder
 from zenflow.ledger import Balance
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.partition import Partition
-from zenflow.reference import (
-    ReferenceAdagrad,
-    ReferenceAdam,
-    ReferenceAdamW,
-    ReferenceLion,
-    ReferenceOptimizer,
-    ReferenceSGD,
-)
-from zenflow.rig import Rig, RigSpec
 from zenflow.stats import CoverageCurve, StepStats
 
 __all__ = [
@@ -36,20 +26,10 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
-    "EmulatedAccelerator",
-    "EmulatedMemory",
     "HostBandwidth",
     "HostEngineError",
     "HostMemoryError",
     "Partition",
-    "ReferenceAdagrad",
-    "ReferenceAdam",
-    "ReferenceAdamW",
-    "ReferenceLion",
-    "ReferenceOptimizer",
-    "ReferenceSGD",
-    "Rig",
-    "RigSpec",
     "StepStats",
     "Timeline",
     "TimelineRecorder",

@@ -1,7 +1,7 @@
 """Accelerators as the runtime sees them: a compute stream, a copy stream each way, and marks to time them.
 
-This module is the only one that knows CUDA. `zenflow.emulator` holds the second implementation with streams, the
-emulated accelerator; `CpuDevice` has none, and its waits are not called stalls.
+This module is the only one that knows CUDA. zftune's emulated accelerator is the second implementation with streams;
+`CpuDevice` has none, and its waits are not called stalls.
 """
 
 from __future__ import annotations

@@ -63,7 +63,3 @@ class HostThreadsError(HostEngineError):
 
 class RankError(ZenFlowError):
     """Another rank could not do what all do together, and says why there; nothing has changed here."""
-
-
-class DeadlockError(ZenFlowError, RuntimeError):
-    """In simulated time every thread waits and none for a moment in time; the message says who waits for what."""

@@ -23,8 +23,8 @@ from studykit import Results, code_digest, parser, spread, write_json  # noqa: E
 
 from zenflow import StepStats, ZenFlowConfig  # noqa: E402
 from zenflow.layout import plan_model, plan_order  # noqa: E402
-from zenflow.rig import Rig  # noqa: E402
-from zftune.emulated import load_rig  # noqa: E402
+from zftune.emulation import Rig  # noqa: E402
+from zftune.emulation.machines import load_rig  # noqa: E402
 from zftune.errors import ProfileError  # noqa: E402
 from zftune.profile.measure import Measurement, Task, measure  # noqa: E402
 from zftune.workload import Workload, load_text  # noqa: E402

@@ -23,7 +23,7 @@ from rich.table import Table  # noqa: E402
 from studykit import Results, code_digest, parser, percentile, write_json  # noqa: E402
 
 from zenflow import ZenFlowConfig  # noqa: E402
-from zftune.emulated import load_rig  # noqa: E402
+from zftune.emulation.machines import load_rig  # noqa: E402
 from zftune.profile.measure import Measurement, Task, measure  # noqa: E402
 from zftune.workload import load_text  # noqa: E402
 

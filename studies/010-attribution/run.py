@@ -20,7 +20,8 @@ from scenarios import EMULATED, Synchronous, scripted  # noqa: E402
 from scripted import CAUSES, Scenario, play  # noqa: E402
 from studykit import Results, code_digest, parser, write_json  # noqa: E402
 
-from zenflow import RigSpec, ZenFlowConfig  # noqa: E402
+from zenflow import ZenFlowConfig  # noqa: E402
+from zftune.emulation import RigSpec  # noqa: E402
 from zftune.profile.measure import Task, measure  # noqa: E402
 from zftune.workload import load_text  # noqa: E402
 

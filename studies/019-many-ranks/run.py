@@ -27,8 +27,9 @@ from studykit import Results, code_digest, parser, spread, write_json  # noqa: E
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
-from zenflow import EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer  # noqa: E402
+from zenflow import Partition, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer  # noqa: E402
 from zenflow.device import Device, device_for  # noqa: E402
+from zftune.emulation import EmulatedAccelerator, Rig  # noqa: E402
 from zftune.planner.memory import host_bytes  # noqa: E402
 from zftune.planner.model import ModelFacts  # noqa: E402
 from zftune.planner.rates import Rates  # noqa: E402

@@ -23,7 +23,7 @@ from zenflow import ZenFlowConfig
 from zenflow.names import VARIABLES
 from zftune import variables
 from zftune.cli.main import app
-from zftune.emulated import DEFAULT_RIG
+from zftune.emulation.machines import DEFAULT_RIG
 
 MARKS = {
     "python": ("", "hidden", "not run"),

@@ -63,7 +63,7 @@ def test_what_serves_deepspeed_loads_nothing_that_serves_other_scripts() -> None
     ("statement", "unwanted"),
     [
         ("import zenflow", RUNTIME_UNWANTED),
-        ("import zenflow.bandwidth, zenflow.reference", RUNTIME_UNWANTED),
+        ("import zenflow.bandwidth, zenflow.distributed", RUNTIME_UNWANTED),
         ("import zftune", COMMAND_LINE_STACK),
         ("import zftune; zftune.attach", RUNTIME_UNWANTED - {"zftune"}),
         (HELP, COMMAND_LINE_STACK),

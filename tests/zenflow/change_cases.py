@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import reject
 
+from tests.support.oracle import ReferenceOptimizer
 from tests.zenflow.cases import Case, Make, Session, assert_same
 from tests.zenflow.family_cases import OURS, REFERENCE
-from zenflow import ReferenceOptimizer
 
 
 def closing_steps(optimizer: Any) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from tests.support.oracle import ReferenceAdamW
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 STEPS = 9
 HYPER: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}

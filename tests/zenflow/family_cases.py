@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import zenflow
+from tests.support import oracle
 from tests.zenflow.rule_cases import NAMES, TORCH
 
 OURS: dict[str, Any] = {
@@ -16,11 +17,11 @@ OURS: dict[str, Any] = {
     "sgd": zenflow.ZenFlowSGD,
 }
 REFERENCE: dict[str, Any] = {
-    "adamw": zenflow.ReferenceAdamW,
-    "adam": zenflow.ReferenceAdam,
-    "adagrad": zenflow.ReferenceAdagrad,
-    "lion": zenflow.ReferenceLion,
-    "sgd": zenflow.ReferenceSGD,
+    "adamw": oracle.ReferenceAdamW,
+    "adam": oracle.ReferenceAdam,
+    "adagrad": oracle.ReferenceAdagrad,
+    "lion": oracle.ReferenceLion,
+    "sgd": oracle.ReferenceSGD,
 }
 OTHERS = [name for name in NAMES if name != "adamw"]
 TORCH_CLASS = TORCH  # no Lion in torch

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import zenflow.device
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import combinations
 from tests.zenflow.device_cases import HYPER, KNOBS, WINDOWS, RuntimeCases, loss_of, model_on, weights_of
 from tests.zenflow.kernel_cases import DTYPES, Draw, KernelCases
 from tests.zenflow.rule_cases import NAMES, random_group
-from zenflow import ReferenceAdamW, Timeline, ZenFlowAdamW, ZenFlowConfig
+from zenflow import Timeline, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import HostSpan, device_for
 from zenflow.kernels import Kernels
 from zenflow.rules import RULES

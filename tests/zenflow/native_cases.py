@@ -272,30 +272,6 @@ def assert_untouched(scene: Scene, state: ColumnState) -> None:
     same(state.count[others], scene.count[others], "the count of a slot that is no target")
 
 
-def features(scene: Scene) -> set[str]:
-    """What an update exercises."""
-    entries = [entry for part in scene.parts for entry in part.entries]
-    rows = scene.streams[0].shape[1]
-    pieces = [piece.numel() for entry, _ in entries for piece in entry.pieces[:-1]]
-    return {
-        f"result {scene.result}",
-        *(f"gradient {entry.pieces[0].dtype}" for entry, _ in entries),
-        *(f"entries {len(part.entries)}" for part in scene.parts),
-        "mean" if scene.closing is not None else "replay",
-        "parts" if len(scene.parts) > 1 else "one part",
-        *("slots in an index" if isinstance(part.slots, Tensor) else "slots in a range" for part in scene.parts),
-        *("one slot" for part in scene.parts if len(part.slots) == 1),
-        *("out" for part in scene.parts if part.out is not None),
-        *("rows in an index" for _, index in entries if index is not None),
-        *("void" for entry, _ in entries if not entry.live()[1]),
-        "something live" if any(entry.live()[1] for entry, _ in entries) else "all void",
-        *("cut inside a column" for cut in pieces if cut % rows),
-        *("cut off the 32" for cut in pieces if cut % 32),
-        "counts alike" if len(scene.count.unique()) == 1 else "counts differ",
-        *("not finite" for stream in scene.streams if not bool(stream.isfinite().all())),
-    }
-
-
 def drawn_memories(draw: Draw, rule: Rule, *backends: Any) -> list[Memory]:
     rows, columns = draw.rng.choice([(1, 1), (1, 200), (7, 33), (1000, 3), (1027, 20)])
     streams = [draw.values((columns, rows), torch.float32) for _ in range(1 + rule.moments)]

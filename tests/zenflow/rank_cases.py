@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from tests.zenflow.sharded_cases import what_is_said
-from zenflow import CpuDevice, EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig, ranks
+from zenflow import CpuDevice, Partition, ZenFlowAdamW, ZenFlowConfig, ranks
 from zenflow.errors import HostMemoryError, UnsupportedError
 from zenflow.host import limits, memory
 from zenflow.ranks import Ranks
+from zftune.emulation import EmulatedAccelerator, Rig
 
 STEPS, RANKS, BATCH = 11, 2, 6
 

@@ -2,7 +2,7 @@
 
 A script is a function of a `Run`; it trains, reads and writes, and hands every weight that it read to `run.note`. It is
 run with the optimizer under test and with its oracle, and both have to read the same: `torch.optim.AdamW` where no
-update is late, else `zenflow.reference`.
+update is late, else `tests.support.oracle`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import everything
 from tests.zenflow.small import tokens_of
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Arrived, HostSpan, Mark, Transfer
-from zenflow.reference import ReferenceAdamW
 
 LR, WEIGHT_DECAY = 0.02, 0.05
 BUCKET_BYTES = 256  # several buckets a weight, so that some are in flight and others not

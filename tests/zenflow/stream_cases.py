@@ -16,16 +16,15 @@ from tests.zenflow.small import Block, Stack, seeded, tokens_of
 from zenflow import ZenFlowConfig
 from zenflow.deferred import DeferredTier
 from zenflow.device import CpuDevice, Device
-from zenflow.emulator import EmulatedAccelerator
 from zenflow.history import History
 from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan, plan_model
-from zenflow.rig import Rig
 from zenflow.rules import RULES
 from zenflow.runtime import make_runtime
 from zenflow.staging import ColumnStager, Staged
 from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
+from zftune.emulation import EmulatedAccelerator, Rig
 
 ALL = 1 << 30
 DEVICES = ("cpu", "emulated")

@@ -10,56 +10,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.tiers import repeated
 from tests.zenflow.cases import assert_same, case_of, run
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.arrivals import H2DQueue
 from zenflow.device import CpuDevice, Transfer
 from zenflow.host.engine import Job
+from zftune.emulation import EmulatedAccelerator, Rig
 
 
 def job_of(nbytes: int) -> Job:
     result = torch.zeros(nbytes, dtype=torch.uint8)
     return Job("a job", CpuDevice(), None, nbytes=0, inputs=[], result=result)
-
-
-def asked(jobs: list[Job]) -> list[bool]:
-    return [job._asked is not None for job in jobs]
-
-
-def test_results_are_asked_for_in_turn_as_there_is_room() -> None:
-    arrivals = H2DQueue(100)
-    jobs = [job_of(nbytes) for nbytes in (60, 30, 50, 10)]
-    arrivals.want(jobs)
-    assert asked(jobs) == [True, True, False, False]  # nobody overtakes
-    assert arrivals.nbytes == 90
-    arrivals.done(jobs[0])
-    assert asked(jobs) == [True, True, True, True]
-    for job in jobs[1:]:
-        arrivals.done(job)
-    assert arrivals.nbytes == 0
-
-
-def test_one_that_is_larger_than_the_room_goes_alone() -> None:
-    arrivals = H2DQueue(10)
-    jobs = [job_of(nbytes) for nbytes in (50, 1)]
-    arrivals.want(jobs)
-    assert asked(jobs) == [True, False]
-    arrivals.done(jobs[0])
-    assert asked(jobs) == [True, True]
-
-
-def test_who_is_wanted_twice_or_done_out_of_turn_is_counted_once() -> None:
-    arrivals = H2DQueue(10)
-    jobs = [job_of(8) for _ in range(3)]
-    arrivals.want(jobs)
-    arrivals.want(reversed(jobs))
-    arrivals.done(jobs[2])  # somebody needed it and asked himself
-    assert asked(jobs) == [True, False, False]
-    arrivals.done(jobs[0])
-    assert asked(jobs) == [True, True, False]
-    arrivals.done(jobs[1])
-    arrivals.done(job_of(5))  # never wanted
-    assert arrivals.nbytes == 0
 
 
 def test_any_order_keeps_the_bound() -> None:
@@ -89,7 +51,7 @@ def device() -> Iterator[EmulatedAccelerator]:
     accelerator.close()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(repeated(12)))
 def test_weights_do_not_depend_on_the_room(seed: int, device: EmulatedAccelerator) -> None:
     case = case_of(seed, bucket_bytes=40, topk_ratio=0.1, offload_ratio=1.0)
     config = ZenFlowConfig(**{**vars(case.config), "staging_bytes": 1})
@@ -160,3 +122,21 @@ def test_no_more_waits_for_the_link_in_the_first_step_than_in_later_ones_arrives
     optimizer.close()
     assert nbytes // 16 < peaks[0] <= nbytes // 8 + selections
     assert peaks[-1] > nbytes // 2  # gradients of a step, as many as there are
+
+
+def asked(jobs: list[Job]) -> list[bool]:
+    return [job._asked is not None for job in jobs]
+
+
+def test_who_is_wanted_twice_or_done_out_of_turn_is_counted_once() -> None:
+    arrivals = H2DQueue(10)
+    jobs = [job_of(8) for _ in range(3)]
+    arrivals.want(jobs)
+    arrivals.want(reversed(jobs))
+    arrivals.done(jobs[2])  # somebody needed it and asked himself
+    assert asked(jobs) == [True, False, False]
+    arrivals.done(jobs[0])
+    assert asked(jobs) == [True, True, False]
+    arrivals.done(jobs[1])
+    arrivals.done(job_of(5))  # never wanted
+    assert arrivals.nbytes == 0

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import warnings
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +72,6 @@ def test_every_field_has_bad_values_above() -> None:
     assert {field for field, _, _ in BAD} == {field.name for field in fields(ZenFlowConfig)}
 
 
-def test_a_number_too_large_for_a_float_is_refused_like_any_other() -> None:
-    with pytest.raises(ConfigError, match="topk_ratio is 1000"):
-        ZenFlowConfig(topk_ratio=10**400)
-
-
-def test_ends_of_the_ranges_are_allowed() -> None:
-    least = ZenFlowConfig(
-        topk_ratio=0, offload_ratio=1, update_interval=1, select_interval=1, apply_lag=1, bucket_bytes=1
-    )
-    most = ZenFlowConfig(topk_ratio=1.0, offload_ratio=0.0, update_interval=7, apply_lag=7)
-    assert (least.topk_ratio, least.offload_ratio, least.apply_lag) == (0, 1, 1)
-    assert (most.topk_ratio, most.offload_ratio, most.apply_lag) == (1.0, 0.0, 7)
-
-
-def test_replace_checks_again() -> None:
-    config = ZenFlowConfig(update_interval=4, apply_lag=4)
-    with pytest.raises(ConfigError, match=r"apply_lag is 4; it must be an integer from 1 to update_interval \(2\)"):
-        replace(config, update_interval=2)
-
-
 # from_ds_config
 
 
@@ -123,10 +103,6 @@ def test_what_a_zenflow_section_omits_takes_deepspeeds_default() -> None:
     assert (config.select_strategy, config.pt_reserved_cores_perc) == ("auto", 0.5)
 
 
-def test_auto_where_deepspeed_has_no_auto_is_its_default() -> None:
-    assert ZenFlowConfig.from_ds_config(ds({"topk_ratio": "auto", "overlap_step": "auto"})).topk_ratio == 0.1
-
-
 def test_plain_zero_offload() -> None:
     config = ZenFlowConfig.from_ds_config(ds())
     assert (config.topk_ratio, config.update_interval, config.overlap_step) == (0.0, 1, False)
@@ -154,7 +130,7 @@ def test_without_offloading_everything_is_resident(config: dict[str, Any]) -> No
     assert ZenFlowConfig.from_ds_config(config).offload_ratio == 0.0
 
 
-def test_gradient_clipping_is_deepspeeds_default_where_nothing_is_said() -> None:
+def test_gradient_clipping_is_deepspeeds_default_where_nothing_is_said(every_fault: None) -> None:
     """DeepSpeed 0.19 clips to 1.0 then; older releases did not."""
     constants = pytest.importorskip("deepspeed.runtime.constants", reason="DeepSpeed is not installed")
     for config in (ds({}), ds(), {}):
@@ -233,11 +209,6 @@ def test_a_bad_file_is_a_sentence(content: bytes | None, sentence: str, tmp_path
     with pytest.raises(ConfigError) as caught:
         ZenFlowConfig.from_ds_config(path)
     assert str(caught.value).startswith(f"ds_config '{path}' cannot be read: {sentence}")
-
-
-def test_a_directory_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        ZenFlowConfig.from_ds_config(tmp_path)
 
 
 # resolved

@@ -29,7 +29,6 @@ from zenflow.host.cores import (
 
 # Two sockets of four cores with two siblings each, in the two usual numberings.
 APART = [(core, core + 8) for core in range(8)]  # the second siblings after all the first
-TOGETHER = [(2 * core, 2 * core + 1) for core in range(8)]
 
 
 @pytest.fixture
@@ -63,23 +62,6 @@ def test_a_machine_of_one_core_without_any_files(machine: Machine) -> None:
         assert cores.cpus == (0,)
         assert (cores.quota, cores.numa_node, cores.online_cpus, cores.reserved_cores) == (None, None, None, 0)
     assert cpus_of(machine, {0}, threads=3) == [-1, -1, -1]
-
-
-def test_without_files_every_cpu_is_a_core(machine: Machine) -> None:
-    assert cpus_of(machine, [9, 3, 2, 8, 3]) == [2, 3, 8, 9]
-
-
-@pytest.mark.parametrize("file", ["thread_siblings_list", "core_cpus_list"])
-def test_one_sibling_a_core(machine: Machine, file: str) -> None:
-    machine.cores(APART, file=file)
-    assert cpus_of(machine, range(16)) == list(range(8))
-    machine.cores(TOGETHER, file=file)
-    assert cpus_of(machine, range(16)) == list(range(0, 16, 2))
-
-
-def test_the_lowest_allowed_sibling_stands_for_the_core(machine: Machine) -> None:
-    machine.cores(APART)
-    assert cpus_of(machine, {1, 8, 9, 10}) == [1, 8, 10]
 
 
 def test_only_the_cpus_of_the_node(machine: Machine) -> None:
@@ -118,40 +100,6 @@ def test_cores_are_dealt_among_the_ranks_at_their_node(
     assert [dealt_cpus(others, number, machine.root) for number in range(len(others))] == [None, *expected, None]
 
 
-@pytest.mark.parametrize(
-    ("share", "engine"),
-    [(0, range(10)), (0.1, range(1, 10)), (0.11, range(2, 10)), (0.5, range(5, 10)), (0.9, [9]), (1, [9])],
-)
-def test_the_first_cores_stay_with_pytorch(machine: Machine, share: float, engine: Collection[int]) -> None:
-    cores = cores_of(machine, range(10), share)
-    assert cores.cpus == tuple(engine)
-    assert cores.reserved_cores == 10 - len(engine)
-
-
-def test_shares_are_decimal_numbers(machine: Machine) -> None:
-    assert 0.07 * 100 > 7  # in floating point
-    assert cores_of(machine, range(100), 0.07).reserved_cores == 7
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"),
-    [
-        ("150000 100000", [-1]),  # who else runs here under a quota would pick the same core
-        ("50000 100000", [-1]),
-        ("399999 100000", [-1] * 3),
-        ("400000 100000", [-1] * 4),
-        ("20000 10000", [-1] * 2),
-        ("800000 100000", range(8)),
-        ("6400000 100000", range(8)),
-        ("max 100000", range(8)),
-    ],
-)
-def test_no_more_cores_than_the_quota_pays_for(machine: Machine, quota: str, expected: Collection[int]) -> None:
-    machine.cores(APART)
-    quota_v2(machine, quota)
-    assert cpus_of(machine, range(16)) == list(expected)
-
-
 def test_quota_version_1(machine: Machine) -> None:
     machine.group("cpu,cpuacct", "/job/step")
     machine.mount("/sys/fs/cgroup/cpu,cpuacct", controllers="cpu,cpuacct")
@@ -176,17 +124,6 @@ def test_the_least_quota_of_nested_groups_counts(machine: Machine) -> None:
     assert cpu_quota(machine.root) == 3.5
 
 
-def test_hybrid_quota_is_the_least_of_both(machine: Machine) -> None:
-    machine.group("cpu", "/docker/0123")  # leads nowhere: the container's mount is all there is
-    machine.group("", "/unit")
-    machine.mount("/sys/fs/cgroup/cpu", controllers="cpu")
-    machine.mount("/sys/fs/cgroup/unified")
-    quota_v1(machine, "sys/fs/cgroup/cpu", "300000")
-    assert cpu_quota(machine.root) == 3
-    machine.files("sys/fs/cgroup/unified/unit", {"cpu.max": "200000 100000"})
-    assert cpu_quota(machine.root) == 2
-
-
 @pytest.mark.parametrize(
     "text", ["", "max", "0 100000", "100000 0", "-5 7", "-1 100000", "a b", "1 2 3", "9" * 400 + " 1", "١ ٢"]
 )
@@ -204,12 +141,6 @@ def test_damaged_topology_files_are_unknown(machine: Machine, text: str) -> None
     for cpu in (0, 1):
         machine.files(f"sys/devices/system/cpu/cpu{cpu}/topology", {"thread_siblings_list": text})
     machine.files("sys/devices/system/cpu", {"online": text})
-    assert cpus_of(machine, {0, 1}, numa_node=0) == [0, 1]
-
-
-def test_files_that_are_folders_or_no_text_are_unknown(machine: Machine) -> None:
-    machine.write("sys/devices/system/node/node0/cpulist/below", "")
-    machine.write("sys/devices/system/cpu/cpu0/topology/thread_siblings_list", b"\xff\xfe\x00")
     assert cpus_of(machine, {0, 1}, numa_node=0) == [0, 1]
 
 
@@ -232,13 +163,6 @@ def test_threads_are_spread_over_the_first_pool_that_has_enough(machine: Machine
     assert given_threads(9) == [0, 1, 3, 5, 7, 8, 10, 12, 14]  # siblings too
     assert given_threads(16) == list(range(16))
     assert given_threads(17) == [-1] * 17
-
-
-def test_threads_override_quota_and_share(machine: Machine) -> None:
-    quota_v2(machine, "100000 100000")
-    assert cpus_of(machine, {2, 3, 8, 9}, 1.0, threads=2) == [2, 8]
-    assert cpus_of(machine, {2, 3, 8, 9}, threads=4) == [2, 3, 8, 9]
-    assert cpus_of(machine, {2, 3, 8, 9}, threads=5) == [-1] * 5
 
 
 # Systems without affinity.
@@ -368,13 +292,6 @@ def test_cpulists_round_trip(cpus: frozenset[int]) -> None:
     assert all(later[0] > earlier[-1] + 1 for earlier, later in pairwise(parts))
 
 
-def test_cpulists_by_hand() -> None:
-    assert parse_cpulist("0-3,8-11\n") == frozenset([0, 1, 2, 3, 8, 9, 10, 11])
-    assert format_cpulist([8, 2, 9, 3, 11, 2]) == "2-3,8-9,11"
-    for no_list in ("3-1", "0-65537", "1;2", "0x1"):
-        assert parse_cpulist(no_list) is None
-
-
 @given(st.text(alphabet="0123456789-, \n\x00x٣", max_size=12))
 def test_any_text_is_a_list_or_not(text: str) -> None:
     cpus = parse_cpulist(text)
@@ -390,20 +307,6 @@ def test_any_text_is_a_list_or_not(text: str) -> None:
 def test_the_gpus_node(machine: Machine, address: str) -> None:
     machine.files("sys/bus/pci/devices/0000:3b:00.0", {"numa_node": "1"})
     assert gpu_numa_node(address, machine.root) == 1
-
-
-def test_a_domain_beyond_four_digits(machine: Machine) -> None:
-    machine.files("sys/bus/pci/devices/10000:e1:00.1", {"numa_node": "0"})
-    assert gpu_numa_node("00010000:E1:00.1", machine.root) == 0
-
-
-@pytest.mark.parametrize("text", ["-1", "", "none", "1 2"])
-def test_an_unknown_node_is_none(machine: Machine, text: str) -> None:
-    machine.files("sys/bus/pci/devices/0000:3b:00.0", {"numa_node": text})
-    assert gpu_numa_node("0000:3b:00.0", machine.root) is None
-    assert gpu_numa_node("0000:3c:00.0", machine.root) is None
-    assert gpu_numa_node("../0000:3b:00.0", machine.root) is None
-    assert gpu_numa_node("", machine.root) is None
 
 
 # This machine.

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import by_day
 from tests.zenflow.engine_cases import (
     CONFIGS,
     SOON_S,
@@ -267,6 +268,7 @@ SCRIPTS = {
                 optimizer.zero_grad()
     """,
 }
+NAMES = by_day(["queued", "exception", "interrupt", "waiting daemon", "fork that uses it last"], all_of=list(SCRIPTS))
 CODES = {"exit": 7, "exception": 1, "interrupt": -2}
 GIVEN_UP = r"updates were given up at the end: the host did not do them in 0\.3 s\n"
 OUTPUTS = {
@@ -281,7 +283,7 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def ended() -> Any:
-    scripts = {name: textwrap.dedent(script) for name, script in SCRIPTS.items()}
+    scripts = {name: textwrap.dedent(SCRIPTS[name]) for name in NAMES}
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ZENFLOW_NATIVE": "require"}
     environment["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"  # Python 3.12's, of forks beside threads
     done = subprocess.run(
@@ -297,7 +299,7 @@ def ended() -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_process_ends_with_work_in_the_queue(name: str, ended: dict[str, tuple[int, str]]) -> None:
     assert name in ended, "it hangs"
     code, output = ended[name]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import combinations
 from tests.zenflow.cases import assert_same, case_of, run, same_bits
 from tests.zenflow.engine_cases import (
     ALL_DEFERRED,
@@ -23,9 +24,10 @@ from tests.zenflow.engine_cases import (
     make,
 )
 from tests.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
-from zenflow import CpuDevice, EmulatedAccelerator, HostEngineError, Rig, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import HostSpan, Mark, Transfer
+from zftune.emulation import EmulatedAccelerator, Rig
 
 CAUSES = {"fail": "a failure was injected", "die": "a thread of the host engine is gone"}
 
@@ -51,9 +53,9 @@ def error_soon(step: Callable[[], object]) -> HostEngineError:
 # A thread throws or dies.
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("place", range(WEIGHTS))
-@pytest.mark.parametrize("kind", CAUSES)
+@pytest.mark.parametrize(
+    ("kind", "place", "config"), combinations(kind=CAUSES, place=range(WEIGHTS), config=CONFIGS.values())
+)
 def test_a_fault_is_raised_in_step_and_names_the_parameter(kind: str, place: int, config: ZenFlowConfig) -> None:
     plain = Plain(config)
     for _ in range(3):

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -46,6 +47,15 @@ def weights_of(model: nn.Module) -> list[Tensor]:
     return [weight.detach().clone() for weight in model.parameters()]
 
 
+@cache
+def uninterrupted(setting: Setting, *, with_module: bool, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights after the last step as training sees them, and after the end."""
+    model, optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
+    seen = weights_of(model)
+    optimizer.close()
+    return seen, weights_of(model)
+
+
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -54,8 +64,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_the_weights_are_those_of_a_flush_and_training_does_not_notice(
     setting: Setting, with_module: bool, dtype: torch.dtype
 ) -> None:
-    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
-    plain_optimizer.close()
+    _, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
     model, optimizer = begun(setting, 0, with_module=with_module, dtype=dtype)
     for last in range(1, STEPS + 1):
         train(model, optimizer, last)
@@ -70,7 +79,7 @@ def test_the_weights_are_those_of_a_flush_and_training_does_not_notice(
                 assert again == 0
         assert same(weights_of(model), seen)
     optimizer.close()
-    assert same(weights_of(model), weights_of(plain))
+    assert same(weights_of(model), ended)
 
 
 def resumed(
@@ -98,9 +107,7 @@ def resuming(*few: tuple[torch.dtype, str, str]) -> pytest.MarkDecorator:
 def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:
-    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
-    expected = weights_of(plain)
-    plain_optimizer.close()
+    expected, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
     for last in (2, 5, 6, 7):
         model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
         seen = copy.deepcopy(model.state_dict())
@@ -115,7 +122,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
         train(model, optimizer, STEPS)
         assert same(weights_of(model), expected)
         optimizer.close()
-        assert same(weights_of(model), weights_of(plain))
+        assert same(weights_of(model), ended)
 
 
 def both(model: nn.Module, optimizer: ZenFlowAdamW) -> dict[str, Any]:
@@ -127,8 +134,7 @@ def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:
     """As one does to take the weights out of a checkpoint; what is saved then resumes as well."""
-    plain, plain_optimizer = begun(setting, STEPS, with_module=with_module, dtype=dtype)
-    plain_optimizer.close()
+    _, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
     for last in (2, 5, 6, 7):
         model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
         seen = copy.deepcopy(model.state_dict())
@@ -153,13 +159,12 @@ def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_
         model, optimizer = resumed(setting, again, with_module=with_module, dtype=dtype, first=first)
         train(model, optimizer, STEPS)
         optimizer.close()
-        assert same(weights_of(model), weights_of(plain))
+        assert same(weights_of(model), ended)
 
 
 @pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
 def test_a_file_that_is_saved_before_the_model_is_loaded_changes_nothing(setting: Setting, model_file: str) -> None:
-    plain, plain_optimizer = begun(setting, STEPS, with_module=True, dtype=torch.bfloat16)
-    plain_optimizer.close()
+    _, ended = uninterrupted(setting, with_module=True, dtype=torch.bfloat16)
     model, optimizer = begun(setting, 6, with_module=True, dtype=torch.bfloat16)
     with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
         saved = both(model, optimizer)
@@ -174,7 +179,7 @@ def test_a_file_that_is_saved_before_the_model_is_loaded_changes_nothing(setting
     model.load_state_dict(saved["model"])
     train(model, optimizer, STEPS)
     optimizer.close()
-    assert same(weights_of(model), weights_of(plain))
+    assert same(weights_of(model), ended)
 
 
 @pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])
@@ -202,8 +207,7 @@ def test_what_is_written_after_loading_is_in_a_file_that_is_saved_then(setting: 
 
 def test_a_state_that_is_saved_again_before_the_model_is_loaded_keeps_the_mark(setting: Setting) -> None:
     """As Accelerate does, which saves and loads an optimizer where it prepares one."""
-    plain, plain_optimizer = begun(setting, STEPS, with_module=True, dtype=torch.float32)
-    plain_optimizer.close()
+    _, ended = uninterrupted(setting, with_module=True, dtype=torch.float32)
     model, optimizer = begun(setting, 6, with_module=True, dtype=torch.float32)
     with optimizer.flushed_weights():
         saved = {"optimizer": optimizer.state_dict(), "model": copy.deepcopy(model.state_dict())}
@@ -213,7 +217,7 @@ def test_a_state_that_is_saved_again_before_the_model_is_loaded_keeps_the_mark(s
     model.load_state_dict(saved["model"])
     train(model, optimizer, STEPS)
     optimizer.close()
-    assert same(weights_of(model), weights_of(plain))
+    assert same(weights_of(model), ended)
 
 
 @pytest.mark.parametrize("model_file", ["flushed", "as training sees it"])

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 from torch import Tensor
 
-from tests.zenflow.host_calls import SOON_S, Calls, within
+from tests.zenflow.host_calls import SOON_S, within
 from tests.zenflow.small import Stack, seeded
 from tests.zenflow.test_timeline import BACKWARD_MS, FORWARD_MS, Run, emulated
 from zenflow import CpuDevice, HostEngineError, ZenFlowConfig
 from zenflow.device import Transfer
-from zenflow.host.engine import HostEngine, Job, ReadyFirst
-from zenflow.host.tasks import Task
+from zenflow.host.engine import HostEngine, Job
 
 
 class Copy(Transfer):
@@ -73,13 +71,6 @@ class Jobs:
             within(SOON_S, lambda job=job: job.wait(engine))  # type: ignore[misc]
 
 
-def test_where_everything_is_there_it_is_the_order_of_submission(engine: HostEngine) -> None:
-    jobs = Jobs([Copy(there=True) for _ in range(20)])
-    jobs.submit(engine)
-    jobs.wait(engine)
-    assert jobs.ran == list(range(20))
-
-
 @pytest.mark.parametrize("last_arrives_first", [True, False])
 def test_where_nothing_is_there_it_is_the_order_of_arrival(engine: HostEngine, last_arrives_first: bool) -> None:
     jobs = Jobs([Copy() for _ in range(5)])
@@ -106,36 +97,6 @@ def test_what_all_wait_for_is_waited_for_before_one_is_chosen(engine: HostEngine
     assert jobs.ran == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("patient", [True, False])
-def test_who_is_patient_waits_for_the_foremost(patient: bool) -> None:
-    jobs = Jobs([Copy(), Copy(there=True), Copy(there=True)]).jobs
-    asked: list[int] = []
-
-    def patience(left: Sequence[Job]) -> bool:
-        asked.append(len(left))
-        return patient
-
-    foremost = ReadyFirst(
-        jobs,
-        last_arrives_first=True,
-        patience=patience,
-        produced=lambda: asked.append(0),
-        engine_works=lambda: True,
-    )
-    assert next(foremost) is jobs[0 if patient else 1]
-    assert next(foremost) is jobs[1 if patient else 2]
-    assert asked == [0, 3]
-
-
-def test_what_cannot_be_asked_leaves_the_order_alone() -> None:
-    def broken() -> None:
-        raise RuntimeError("the device is lost")
-
-    jobs = Jobs([Copy(), Copy(there=True)]).jobs
-    foremost = ReadyFirst(jobs, last_arrives_first=True, patience=None, produced=broken, engine_works=lambda: True)
-    assert list(foremost) == jobs  # and whoever starts the first waits for its copy
-
-
 def test_what_arrives_meanwhile_overtakes(engine: HostEngine) -> None:
     working, gate = threading.Event(), threading.Event()
 
@@ -158,31 +119,6 @@ def test_what_arrives_meanwhile_overtakes(engine: HostEngine) -> None:
     assert jobs.ran == [3, 4, 5, 2, 0, 1]
 
 
-def test_a_job_has_one_to_go_on_with(engine: HostEngine) -> None:
-    """The backend is never left without work where inputs are there."""
-    started: list[int] = []
-    gates = [threading.Event() for _ in range(3)]
-    backend = engine.backend
-    start = backend.start
-
-    def count(task: Task) -> int:
-        started.append(len(started))
-        return start(task)
-
-    backend.start = count  # type: ignore[method-assign]
-    jobs = Jobs([Copy(there=True) for _ in range(3)], lambda number: gates[number].wait(SOON_S))
-    jobs.submit(engine)
-    deadline_s = time.monotonic() + SOON_S
-    while len(started) < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert started == [0, 1]
-    assert not jobs.jobs[0].finished
-    for gate in gates:
-        gate.set()
-    jobs.wait(engine)
-    assert jobs.ran == started == [0, 1, 2]
-
-
 def test_what_comes_later_waits_for_all_of_them(engine: HostEngine) -> None:
     jobs = Jobs([Copy(), Copy(there=True), Copy()])
     jobs.submit(engine)
@@ -197,24 +133,6 @@ def test_what_comes_later_waits_for_all_of_them(engine: HostEngine) -> None:
     assert after == [1, 2, 0]
 
 
-def test_what_was_submitted_before_an_exception_is_done(engine: HostEngine) -> None:
-    jobs = Jobs([Copy(there=True), Copy(there=True)])
-    jobs.jobs.append(None)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="NoneType"):
-        jobs.submit(engine)
-    jobs.jobs.pop()
-    jobs.wait(engine)
-    one = Jobs([Copy(there=True)])
-    engine.submit(one.jobs[0]).wait(engine)
-    assert (jobs.ran, one.ran) == ([0, 1], [0])
-
-
-def test_an_empty_block(engine: HostEngine) -> None:
-    with engine.foremost_first(last_arrives_first=True, patient=False):
-        pass
-    engine.drain()
-
-
 def test_a_copy_that_failed_fails_its_job_and_those_after_it(engine: HostEngine) -> None:
     jobs = Jobs([Copy(there=True), Copy(error=RuntimeError("the link is down")), Copy(there=True)])
     jobs.submit(engine)
@@ -223,26 +141,6 @@ def test_a_copy_that_failed_fails_its_job_and_those_after_it(engine: HostEngine)
             within(SOON_S, lambda job=job: job.wait(engine))  # type: ignore[misc]
     assert 1 not in jobs.ran
     assert 2 not in jobs.ran
-
-
-def test_closing_fails_those_that_have_not_begun() -> None:
-    engine = HostEngine(CpuDevice(), Calls())
-    working, gate = threading.Event(), threading.Event()
-
-    def work(number: int) -> None:
-        working.set()
-        assert gate.wait(SOON_S), number
-
-    jobs = Jobs([Copy(there=True) for _ in range(6)], work)
-    jobs.submit(engine)
-    assert working.wait(SOON_S)
-    engine.stop()
-    gate.set()
-    within(SOON_S, engine.close)
-    assert not engine.alive
-    for job in jobs.jobs[1:]:
-        with pytest.raises(HostEngineError, match=r"was closed|thread is gone"):
-            job.wait(engine)
 
 
 PIPELINED = ZenFlowConfig.zero_offload(pipeline="bucket")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zenflow.cases import same_bits
-from zenflow import ConfigError, HostMemoryError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, runtime
+from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
 
 HYPER: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
 CONFIGS: dict[str, ZenFlowConfig] = {
@@ -101,32 +101,6 @@ def test_they_are_ignored_until_they_are_thawed(name: str) -> None:
     twins.assert_equal()
 
 
-def test_a_real_backward_streams_what_is_trained_alone() -> None:
-    """A quantized base, an adapter, and a head that is thawed."""
-    base, finals = frozen("uint8"), []
-    for make in (_ours, torch.optim.AdamW):
-        torch.manual_seed(2)
-        model = nn.ModuleDict({"adapter": nn.Linear(2, 6), "head": nn.Linear(6, 3)})
-        model.register_parameter("base", base)
-        model["head"].requires_grad_(False)
-        optimizer: Any = make(model.parameters(), **HYPER)
-        for step in range(8):
-            model["head"].requires_grad_(step >= 3)
-            hidden = model["adapter"](model.get_parameter("base").float() / 24)
-            model["head"](torch.tanh(hidden)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if make is _ours:
-            optimizer.close()
-        finals.append(list(model.parameters()))
-    for one, other in zip(*finals, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def _ours(parameters: Any, **hyper: Any) -> ZenFlowAdamW:
-    return ZenFlowAdamW(parameters, config=CONFIGS["sync"], **hyper)
-
-
 @pytest.mark.parametrize("kind", ["float64", "elsewhere", "float8"])
 def test_one_that_cannot_be_trained_is_refused_with_its_gradient(kind: str) -> None:
     twins = Twins(kinds=["uint8", kind])
@@ -152,27 +126,6 @@ def test_one_that_cannot_be_trained_is_refused_with_its_gradient(kind: str) -> N
         oracle.step()
     optimizer.close()
     twins.assert_equal()
-
-
-def test_one_that_is_brought_here_before_it_is_thawed_is_trained() -> None:
-    start = torch.randn(6, 8, generator=torch.Generator().manual_seed(4))
-    moved, plain = nn.Parameter(start.double(), requires_grad=False), nn.Parameter(start.clone())
-    other = nn.Parameter(torch.ones(3, 4))
-    optimizer = ZenFlowAdamW([moved, other], config=CONFIGS["windows"], **HYPER)
-    oracle = torch.optim.AdamW([plain], **HYPER)
-    other.grad = torch.ones_like(other)
-    optimizer.step()
-    moved.data = moved.data.float()
-    moved.requires_grad_(True)
-    for step in range(7):
-        moved.grad = torch.full_like(moved, step - 2.5)
-        plain.grad = moved.grad.clone()
-        optimizer.step()
-        oracle.step()
-        if step == 3:
-            optimizer.set_knobs(topk_ratio=0.5)
-    optimizer.close()
-    torch.testing.assert_close(moved, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("saved_after", [0, 2, 7])
@@ -213,46 +166,6 @@ def test_they_are_saved_as_a_shape_and_loaded(saved_after: int) -> None:
     first.close()
     third.close()
     assert all(bool(same_bits(a, b).all()) for a, b in zip(through.ours, loaded.ours, strict=True))
-
-
-def test_no_host_memory_is_wanted_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted: list[int] = []
-
-    def want(_: runtime.Runtime, needs: list[int], *__: str) -> int:
-        wanted.extend(needs)
-        return 0
-
-    monkeypatch.setattr(runtime.Runtime, "require_host_bytes", want)
-    for others in ([], [nn.Parameter(torch.zeros(500, 400), requires_grad=False)]):
-        weight = nn.Parameter(torch.zeros(30, 20))
-        weight.grad = torch.ones_like(weight)
-        optimizer = ZenFlowAdamW([*others, weight], config=CONFIGS["windows"])
-        optimizer.step()
-        optimizer.abandon()
-    assert wanted[0] == wanted[1] > 0
-
-
-def test_one_that_is_thawed_is_refused_where_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: runtime.Runtime, needs: list[int], what: str, lower: str) -> int:
-        raise HostMemoryError(f"{what} needs {needs[0]} bytes")
-
-    twins = Twins()
-    optimizer = ZenFlowAdamW(twins.groups, config=CONFIGS["windows"], **HYPER)
-    oracle = torch.optim.AdamW(twins.theirs, **HYPER)
-    for step in range(9):
-        twins.freeze(step < 4)
-        twins.gradients()
-        if step == 4:
-            monkeypatch.setattr(runtime.Runtime, "require_host_bytes", refuse)
-            with pytest.raises(
-                HostMemoryError, match=r"the state of parameters with their first gradient needs [0-9]{4} bytes"
-            ):
-                optimizer.step()
-            monkeypatch.undo()
-        optimizer.step()
-        oracle.step()
-    optimizer.close()
-    twins.assert_equal()
 
 
 def test_what_is_trained_is_still_refused() -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.zenflow import fsdp_cases
 from tests.zenflow.fsdp_cases import OVERLAPPED, model_of, my_part, sharded
 from tests.zenflow.rank_runs import Results, results_of_ranks
-from zenflow import EmulatedAccelerator, Rig, StepStats, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import StepStats, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Direction, HostSpan, Transfer
+from zftune.emulation import EmulatedAccelerator, Rig
 
 RANKS, WIDTH, STEPS = 2, 8, 4
 FIELDS = ("step_ms", "comm_ms", "stall_ms")

@@ -125,16 +125,6 @@ def test_reading_and_setting_what_was_read_changes_nothing(runs: Callable[..., R
     equal(watched.bits(), alone.bits())
 
 
-def test_it_is_what_a_checkpoint_has_in_the_midst_of_windows(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16, apply_lag=3)
-    for _ in range(7):
-        run.step()
-        saved = run.optimizer.state_dict()["state"]
-        for number, weight in enumerate(run.weights):
-            ours = run.optimizer.full_state(weight)
-            assert all(torch.equal(ours[name], saved[number][name]) for name in ("master", "exp_avg", "exp_avg_sq"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq"])
 def test_training_goes_on_from_what_was_set(runs: Callable[..., Run], name: str, dtype: torch.dtype) -> None:
@@ -198,33 +188,6 @@ def test_a_parameter_without_an_update_begins_with_what_is_set(runs: Callable[..
     assert torch.equal(optimizer.full_state(unused)["master"], value)
 
 
-def test_it_is_fp32_on_the_cpu_whatever_the_defaults(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16)
-    run.step()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            states = [run.optimizer.full_state(weight) for weight in (*run.weights, run.unused)]
-    finally:
-        torch.set_default_dtype(before)
-    kinds = {(one.dtype, one.device.type) for state in states for one in state.values()}
-    assert kinds == {(torch.float32, "cpu")}
-
-
-def test_what_others_wrote_to_the_weight_is_in_it(runs: Callable[..., Run]) -> None:
-    run = runs(dtype=torch.bfloat16, update_interval=1, overlap_step=False)
-    run.step(2)
-    weight = run.weights[0]
-    before = run.optimizer.full_state(weight)["master"]
-    with torch.no_grad():
-        weight[:, 2].fill_(0.7)
-    after = run.optimizer.full_state(weight)["master"]
-    before[:, 2] = torch.tensor(0.7).bfloat16().float()
-    assert torch.equal(after, before)
-    assert bool((before != weight.detach().float()).any())  # else fp32 was lost
-
-
 def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
     run = runs()
     weight = run.weights[0]
@@ -240,6 +203,32 @@ def test_what_is_not_allowed(runs: Callable[..., Run]) -> None:
 
 
 # --- optimizer.state ------------------------------------------------------------------------------------------------
+
+
+def test_tools_that_move_or_clear_the_state_do_no_harm(runs: Callable[..., Run]) -> None:
+    used, alone = runs(dtype=torch.bfloat16), runs(dtype=torch.bfloat16)
+    for step in range(6):
+        for run in (used, alone):
+            run.step()
+        for value in used.optimizer.state.values():  # as Lightning does it
+            for key, tensor in value.items():
+                if key != "step":
+                    value[key] = tensor.to("cpu", copy=True)
+        if step == 4:
+            used.optimizer.state.clear()
+    equal(used.bits(), alone.bits())
+
+
+def test_the_state_keeps_no_optimizer_alive() -> None:
+    weight = nn.Parameter(torch.zeros(3, 2))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(host_threads=1))
+    gone, view = weakref.ref(optimizer), optimizer.state[weight]
+    optimizer.close()
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(Exception, match="the state of an optimizer that is gone was requested"):
+        view["exp_avg"]
 
 
 def test_nothing_is_gathered_before_somebody_asks(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,20 +254,6 @@ def test_nothing_is_gathered_before_somebody_asks(runs: Callable[..., Run], monk
     run.step()
 
 
-def test_tools_that_move_or_clear_the_state_do_no_harm(runs: Callable[..., Run]) -> None:
-    used, alone = runs(dtype=torch.bfloat16), runs(dtype=torch.bfloat16)
-    for step in range(6):
-        for run in (used, alone):
-            run.step()
-        for value in used.optimizer.state.values():  # as Lightning does it
-            for key, tensor in value.items():
-                if key != "step":
-                    value[key] = tensor.to("cpu", copy=True)
-        if step == 4:
-            used.optimizer.state.clear()
-    equal(used.bits(), alone.bits())
-
-
 def test_copies_of_the_state_are_plain_dictionaries(runs: Callable[..., Run]) -> None:
     run = runs()
     run.step(2)
@@ -288,15 +263,3 @@ def test_copies_of_the_state_are_plain_dictionaries(runs: Callable[..., Run]) ->
         equal(list(made.values()), list(view.values()))
     copied = copy.deepcopy(run.optimizer.state)
     assert [type(one) for one in copied.values()] == [dict] * len(copied)
-
-
-def test_the_state_keeps_no_optimizer_alive() -> None:
-    weight = nn.Parameter(torch.zeros(3, 2))
-    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(host_threads=1))
-    gone, view = weakref.ref(optimizer), optimizer.state[weight]
-    optimizer.close()
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    with pytest.raises(Exception, match="the state of an optimizer that is gone was requested"):
-        view["exp_avg"]

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from tests.zenflow.host_calls import SOON_S, Calls, within
 from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.device import HostSpan, Mark, Transfer
-from zenflow.host.eager import apply_entries
 from zenflow.host.engine import HostEngine, Job
-from zenflow.host.tasks import Control, LogEntry
-from zenflow.rules import AdamW, AdamWHyper, Hyper
-from zenflow.state import ColumnState
 
 SYNC = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
 
@@ -59,20 +55,6 @@ def test_jobs_run_in_the_order_in_which_they_were_submitted(engine: HostEngine) 
     assert all(one.finished for one in jobs)
 
 
-@pytest.mark.parametrize("asked_first", [True, False])
-def test_a_result_arrives_whether_it_was_asked_for_early_or_late(engine: HostEngine, asked_first: bool) -> None:
-    gate, result = threading.Event(), torch.zeros(3)
-    one = engine.submit(job("one", lambda: (gate.wait(SOON_S), result.fill_(2.0)), result))
-    if asked_first:
-        one.ask_result()
-        one.ask_result()
-    assert one.transfer is None
-    gate.set()
-    assert one.receive(engine).tolist() == [2, 2, 2]
-    result.fill_(3.0)
-    assert one.receive(engine).tolist() == [2, 2, 2]  # sent once
-
-
 def fail() -> None:
     raise ValueError("a bad day")
 
@@ -84,12 +66,6 @@ def test_a_failed_job_raises_in_every_wait_and_the_next_one_runs_or_says_why(eng
             wait(engine)
         assert isinstance(caught.value.__cause__, ValueError)
     assert engine.alive
-
-
-def test_a_job_without_a_result_cannot_be_received(engine: HostEngine) -> None:
-    one = engine.submit(job("one", lambda: None))
-    with pytest.raises(HostEngineError, match="one has no result to send"):
-        one.receive(engine)
 
 
 def test_a_worker_that_is_gone_is_noticed() -> None:
@@ -228,13 +204,6 @@ def test_a_worker_that_cannot_start_names_its_cause() -> None:
         within(SOON_S, lambda: trained(NoThread(), SYNC))
 
 
-def test_closing_with_a_failed_window_raises_and_ends_the_thread() -> None:
-    optimizer = trained(Failing(1), ZenFlowConfig(topk_ratio=0.0, update_interval=4), steps=3)
-    with pytest.raises(HostEngineError, match="no memory left"):
-        optimizer.close()
-    optimizer.close()
-
-
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_after_the_end_step_is_a_sentence(end: str) -> None:
     optimizer = trained(CpuDevice(), OVERLAPPED, steps=3)
@@ -255,54 +224,3 @@ def test_close_applies_what_is_pending_and_abandon_does_not() -> None:
         getattr(optimizer, end)()
         results.append(torch.equal(weight.detach(), before))
     assert results == [False, True]
-
-
-# apply_entries, against numbers worked out by hand.
-
-
-def entry(gradient: Tensor, lr: float, decay: float, control: tuple[float, float] | None = None) -> LogEntry:
-    transfer = CpuDevice().d2h(gradient, torch.empty_like(gradient))
-    hyper = AdamWHyper(lr=lr, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=decay)
-    return LogEntry(
-        1, [gradient.view(-1)], transfer, hyper, None if control is None else Control(torch.tensor(control), transfer)
-    )
-
-
-def applied(entries: list[LogEntry], rule: str, closing: Hyper | None = None) -> ColumnState:
-    state = ColumnState(torch.tensor([[8.0], [16.0]]), 2)
-    gradients = [(one, one.pieces[0].view(2, 1)) for one in entries]
-    apply_entries(state, AdamW(), gradients, (closing or entries[-1].hyper) if rule == "mean" else None)
-    return state
-
-
-def test_replay_applies_each_entry_with_its_own_hyperparameters() -> None:
-    # g = 2 then 2, so m / (1 - b1^c) = 2 and sqrt(v / (1 - b2^c)) = 2 each time: each update is lr.
-    gradients = [torch.tensor([[2.0], [2.0]]), torch.tensor([[2.0], [2.0]])]
-    state = applied([entry(gradients[0], 0.5, 1.0), entry(gradients[1], 0.25, 0.0)], "replay")
-    assert state.master.flatten().tolist() == pytest.approx([8 * 0.5 - 0.5 - 0.25, 16 * 0.5 - 0.5 - 0.25])
-    assert state.moments[0].flatten().tolist() == [1.5, 1.5]
-    assert state.moments[1].flatten().tolist() == [3.0, 3.0]
-    assert state.count.tolist() == [2, 2]
-
-
-def test_mean_is_one_update_with_the_closing_rate_and_all_decays() -> None:
-    entries = [entry(torch.tensor([[1.0], [4.0]]), 0.5, 1.0), entry(torch.tensor([[3.0], [0.0]]), 0.25, 2.0)]
-    state = applied(entries, "mean", AdamWHyper(lr=0.125, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=9.0))
-    # Mean 2, decays 0.5 and 0.5; the first update moves by lr.
-    assert state.master.flatten().tolist() == pytest.approx([8 * 0.25 - 0.125, 16 * 0.25 - 0.125])
-    assert state.moments[0].flatten().tolist() == [1.0, 1.0]
-    assert state.moments[1].flatten().tolist() == [2.0, 2.0]
-    assert state.count.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("rule", ["replay", "mean"])
-def test_skipped_entries_leave_no_trace_and_factors_scale(rule: str) -> None:
-    big, nan = torch.tensor([[8.0], [8.0]]), torch.full((2, 1), float("nan"))
-    skipped = [entry(nan, 0.9, 0.9, (1.0, 1.0)), entry(big, 0.5, 1.0, (0.25, 0.0)), entry(nan, 0.9, 0.9, (1.0, 1.0))]
-    state, plain = applied(skipped, rule, skipped[1].hyper), applied([entry(big / 4, 0.5, 1.0)], rule)
-    assert torch.equal(state.master, plain.master)
-    assert torch.equal(state.moments[0], plain.moments[0])  # these know the size of the gradient
-    assert state.count.tolist() == [1, 1]
-    nothing = applied([skipped[0]], rule)
-    assert nothing.master.flatten().tolist() == [8, 16]
-    assert nothing.count.tolist() == [0, 0]

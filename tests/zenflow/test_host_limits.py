@@ -54,28 +54,6 @@ def test_nothing_known_is_none_and_refuses_nothing(machine: Machine) -> None:
     require_host_bytes(1 << 80, "everything", "lower it", root=machine.root)
 
 
-def test_the_machines_memory(machine: Machine) -> None:
-    meminfo(machine, 5 * GIB)
-    assert available_host_bytes(machine.root) == 5 * GIB
-
-
-def test_version_2_page_cache_is_free(machine: Machine) -> None:
-    meminfo(machine, 100 * GIB)
-    machine.group("", "/job")
-    machine.mount("/sys/fs/cgroup")
-    v2(machine, "sys/fs/cgroup/job", str(10 * GIB), str(4 * GIB), inactive_file=GIB)
-    assert available_host_bytes(machine.root) == 7 * GIB
-
-
-def test_the_tightest_level_counts(machine: Machine) -> None:
-    machine.group("", "/a/b/c")
-    machine.mount("/sys/fs/cgroup")
-    v2(machine, "sys/fs/cgroup/a/b/c", "max", str(GIB))
-    v2(machine, "sys/fs/cgroup/a/b", str(8 * GIB), str(2 * GIB))  # leaves 6
-    v2(machine, "sys/fs/cgroup/a", str(10 * GIB), str(7 * GIB), inactive_file=GIB)  # leaves 4: its others use memory
-    assert available_host_bytes(machine.root) == 4 * GIB
-
-
 def test_version_1_and_its_number_for_no_limit(machine: Machine) -> None:
     machine.group("memory", "/job")
     machine.mount("/sys/fs/cgroup/memory", controllers="memory")
@@ -85,33 +63,6 @@ def test_version_1_and_its_number_for_no_limit(machine: Machine) -> None:
     assert available_host_bytes(machine.root) is None
     v1(machine, "sys/fs/cgroup/memory/job", str(3 * GIB), str(2 * GIB), inactive_file=GIB // 2)
     assert available_host_bytes(machine.root) == 3 * GIB // 2
-
-
-def test_a_version_1_container_that_sees_its_hosts_path(machine: Machine) -> None:
-    machine.group("memory", "/kubepods/pod1/c1")
-    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
-    v1(machine, "sys/fs/cgroup/memory", str(2 * GIB), str(GIB))  # all that the container sees
-    assert available_host_bytes(machine.root) == GIB
-
-
-def test_hybrid_takes_the_least_of_both(machine: Machine) -> None:
-    machine.group("memory", "/job")
-    machine.group("", "/unit")
-    machine.mount("/sys/fs/cgroup/memory", controllers="memory")
-    machine.mount("/sys/fs/cgroup/unified")
-    v1(machine, "sys/fs/cgroup/memory/job", str(4 * GIB), "0")
-    v2(machine, "sys/fs/cgroup/unified/unit", str(3 * GIB), "0")
-    assert available_host_bytes(machine.root) == 3 * GIB
-
-
-def test_an_overdrawn_group_has_nothing_left(machine: Machine) -> None:
-    machine.mount("/sys/fs/cgroup")
-    v2(machine, "sys/fs/cgroup", str(GIB), str(2 * GIB))
-    assert available_host_bytes(machine.root) == 0
-    v2(machine, "sys/fs/cgroup", str(GIB), "4096", inactive_file=8192)  # counted at different moments
-    assert available_host_bytes(machine.root) == GIB
-    v2(machine, "sys/fs/cgroup", "0", "0")
-    assert available_host_bytes(machine.root) == 0
 
 
 def test_resource_limits_less_what_is_in_use(machine: Machine) -> None:
@@ -133,13 +84,6 @@ def test_unreadable_limits_are_unknown(machine: Machine, limit: str) -> None:
     machine.write("proc/meminfo", "MemTotal: 5 kB\nMemAvailable: lots\n")
     machine.write("proc/self/limits", limit)
     assert available_host_bytes(machine.root) is None
-
-
-@pytest.mark.parametrize("use", ["garbage", ""])
-def test_unknown_use_leaves_at_most_the_limit(machine: Machine, use: str) -> None:
-    machine.mount("/sys/fs/cgroup")
-    machine.files("sys/fs/cgroup", {"memory.max": str(GIB), "memory.current": use})
-    assert available_host_bytes(machine.root) == GIB
 
 
 def test_the_refusal_is_one_sentence_with_both_figures(machine: Machine) -> None:
@@ -180,12 +124,6 @@ def test_ranks_of_one_node_share_its_memory() -> None:
         f"the log needs {4 * GIB} bytes of host memory on a, up to {GIB} for each of its 4 ranks, available are "
         f"{4 * GIB - 3} ({MACHINE}), {GIB - 1} for each; lower it"
     )
-
-
-def test_ranks_of_other_nodes_do_not_count() -> None:
-    here = [claim([GIB], machine_has(GIB))]
-    assert first_fitting([*here, claim([GIB], machine_has(GIB), name="b")], "it", "lower it") == 0
-    assert first_fitting([*here, claim([GIB], machine_has(GIB), boot="2")], "it", "lower it") == 0
 
 
 def test_a_limit_of_the_process_is_its_own() -> None:

@@ -6,22 +6,20 @@ import gc
 import json
 import os
 import re
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from tests import forked
+from tests.support.oracle import ReferenceAdamW
+from tests.tiers import by_day
 from tests.zenflow.cases import Make, same_bits
 from tests.zenflow.small import Stack, tokens_of
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
-from zenflow.host.native import NativeBackend
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 STATE_BYTES, RESULT_BYTES, GRADIENT_BYTES = 12, 2, 2  # of an element: AdamW in bf16
 ROUNDING_BYTES = 64  # of an entry of the log, at most
@@ -63,7 +61,7 @@ def stack() -> Stack:
 
 
 @pytest.mark.parametrize(("topk_ratio", "bucket_bytes"), [(0.0, 1300), (0.2, 2600), (0.2, 1 << 25)])
-@pytest.mark.parametrize("interval", [1, 2, 4, 8])
+@pytest.mark.parametrize("interval", by_day([1, 4], all_of=[1, 2, 4, 8]))
 def test_the_peak_of_a_run_is_what_the_rule_says(
     interval: int, topk_ratio: float, bucket_bytes: int, slow_host: Callable[[int], Make]
 ) -> None:
@@ -107,45 +105,6 @@ def test_columns_that_move_take_what_moves(interval: int, slow_host: Callable[[i
 # The counter, against what was allocated.
 
 
-def test_the_counter_is_the_sum_of_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays: list[tuple[weakref.ref[Any], int]] = []
-    allocate = NativeBackend.allocate
-
-    def noted(self: NativeBackend, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
-        array = allocate(self, nbytes, interval_bytes)
-        arrays.append((weakref.ref(array), array.nbytes))
-        return array
-
-    monkeypatch.setattr(NativeBackend, "allocate", noted)
-    check_counter(lambda: sum(nbytes for reference, nbytes in arrays if reference() is not None))
-    gc.collect()
-    assert len(arrays) > 20
-    assert all(reference() is None for reference, _ in arrays)
-
-
-def check_counter(allocated_bytes: Callable[[], int]) -> None:
-    model = stack()
-    optimizer = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(update_interval=3, bucket_bytes=1300))
-
-    def compare() -> None:
-        found = optimizer.host_bytes()
-        assert allocated_bytes() == found["state"] + found["log"] + found["staging"]
-
-    steps_of(model, optimizer, range(1, 20), compare)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for weight in optimizer._training.model.weights
-        if (deferred := weight.deferred) is not None
-        for tensor in (
-            *(deferred.state.master, *deferred.state.moments, deferred.state.count),
-            *(bucket.result for bucket in deferred.buckets),
-        )
-    }
-    found = optimizer.host_bytes()
-    assert sum(storages.values()) == found["state"] + found["staging"]
-    optimizer.close()
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -179,41 +138,6 @@ def test_the_counter_is_what_the_process_grows_by() -> None:
 
 
 # Gradients of another dtype than the weights.
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has gradients of the weight's dtype only"
-)
-@pytest.mark.parametrize("interval", [1, 3])
-def test_gradients_may_change_their_dtype(interval: int, slow_host: Callable[[int], Make]) -> None:
-    """The log has to grow while older and smaller entries are still in it."""
-    generator = torch.Generator().manual_seed(interval)
-    shapes = [(30, 20), (7, 50)]
-    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    ours, theirs = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
-    config = ZenFlowConfig(update_interval=interval, topk_ratio=0.2, select_interval=2, bucket_bytes=300)
-    optimizer = slow_host(interval)(ours, lr=0.1, config=config)
-    reference = ReferenceAdamW(theirs, lr=0.1, config=config)
-    sizes = []
-    for step in range(36):
-        dtype = (torch.bfloat16, torch.float32, torch.float16, torch.float32)[step // 9]
-        for a, b in zip(ours, theirs, strict=True):
-            a.grad_dtype = b.grad_dtype = None
-            a.grad = torch.randn(a.shape, generator=generator).to(dtype)
-            b.grad = a.grad.clone()
-        optimizer.step()
-        reference.step()
-        sizes.append(optimizer.host_bytes()["log"])
-    optimizer.flush()
-    reference.flush()
-    for a, b in zip(ours, theirs, strict=True):
-        assert bool(same_bits(a.detach(), b.detach()).all())
-    split = Split(optimizer)
-    entries = interval * (split.buckets + 1)
-    bf16, fp32 = sizes[8], sizes[-1]
-    assert 2 * interval * split.elements <= bf16 <= 2 * interval * (split.elements + split.largest) + 64 * entries
-    assert 4 * interval * split.elements <= fp32 <= 4 * interval * (split.elements + split.largest) + 64 * entries
-    optimizer.close()
 
 
 # A model that does not fit. In a process of its own, whose address space is limited.
@@ -311,3 +235,38 @@ def test_memory_that_is_gone_later_is_a_sentence(no_room: Any) -> None:
 
 def test_threads_that_cannot_be_had_are_a_sentence(no_room: Any) -> None:
     assert re.fullmatch(r"the host engine could not start 4096 threads: .+", no_room["threads"] or "")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has gradients of the weight's dtype only"
+)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_gradients_may_change_their_dtype(interval: int, slow_host: Callable[[int], Make]) -> None:
+    """The log has to grow while older and smaller entries are still in it."""
+    generator = torch.Generator().manual_seed(interval)
+    shapes = [(30, 20), (7, 50)]
+    start = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    ours, theirs = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    config = ZenFlowConfig(update_interval=interval, topk_ratio=0.2, select_interval=2, bucket_bytes=300)
+    optimizer = slow_host(interval)(ours, lr=0.1, config=config)
+    reference = ReferenceAdamW(theirs, lr=0.1, config=config)
+    sizes = []
+    for step in range(36):
+        dtype = (torch.bfloat16, torch.float32, torch.float16, torch.float32)[step // 9]
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad_dtype = b.grad_dtype = None
+            a.grad = torch.randn(a.shape, generator=generator).to(dtype)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        reference.step()
+        sizes.append(optimizer.host_bytes()["log"])
+    optimizer.flush()
+    reference.flush()
+    for a, b in zip(ours, theirs, strict=True):
+        assert bool(same_bits(a.detach(), b.detach()).all())
+    split = Split(optimizer)
+    entries = interval * (split.buckets + 1)
+    bf16, fp32 = sizes[8], sizes[-1]
+    assert 2 * interval * split.elements <= bf16 <= 2 * interval * (split.elements + split.largest) + 64 * entries
+    assert 4 * interval * split.elements <= fp32 <= 4 * interval * (split.elements + split.largest) + 64 * entries
+    optimizer.close()

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.tiers import by_day, repeated
 from tests.zenflow.cases import (
     FIXED_CASES,
@@ -30,7 +31,7 @@ from tests.zenflow.cases import (
 from tests.zenflow.family_cases import OTHERS, OURS, REFERENCE, draw_rule
 from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.torch_oracle import assert_close_to_torch
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 SYNC: dict[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
 RANDOMS = st.randoms(use_true_random=False)

@@ -59,11 +59,6 @@ def test_without_triton_they_are_eager_everywhere() -> None:
 WITHOUT_NATIVE = "import sys; sys.modules['zenflow._native'] = None\n"
 
 
-def test_native_ones_where_they_can_be() -> None:
-    refused = "ZENFLOW_KERNELS is 'native'; on cuda:0 it must be auto or eager"
-    assert said(BEGIN + "show(CPU, 'native'); show(GPU, 'native')") == ["native", refused]
-
-
 def test_without_the_native_module_they_are_eager_on_the_cpu() -> None:
     script = WITHOUT_NATIVE + BEGIN + "show(CPU, ''); show(CPU, 'native')"
     name, refused = said(script)
@@ -148,8 +143,3 @@ launch(EagerKernels())
 launch(Zero())
 """
     assert said(LAUNCH + script) == ["None", "eager's first kernel on cpu gave [[0.0]] instead of [[2.0]]"]
-
-
-@needs_triton
-def test_in_its_interpreter_triton_runs_on_the_cpu() -> None:
-    assert said(BEGIN + "show(CPU, ''); show(CPU, 'triton')", TRITON_INTERPRET="1") == ["native", "triton"]

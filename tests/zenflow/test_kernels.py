@@ -39,18 +39,6 @@ class TestInTheInterpreter(KernelCases):
         return kernels
 
 
-class TestEager(KernelCases):
-    """The oracle against what the cases know by themselves."""
-
-    @pytest.fixture
-    def device(self) -> torch.device:
-        return CPU
-
-    @pytest.fixture
-    def kernels(self) -> Kernels:
-        return EagerKernels()
-
-
 class Launches(TorchDispatchMode):
     """Counts what a device would be given to do."""
 

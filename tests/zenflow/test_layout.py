@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.zenflow.cases import Bag, Conv1D, Holder
 from zenflow import ZenFlowConfig
-from zenflow.layout import ModelPlan, conv1d_weights, plan_model, plan_order, round_half_up
+from zenflow.layout import ModelPlan, plan_model, round_half_up
 
 
 def parameter(*shape: int, grad: bool = True, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -86,18 +85,6 @@ def test_halves_round_up() -> None:
     assert split.resident == 1
 
 
-@pytest.mark.parametrize(("topk", "selected"), [(0.0, 0), (1e-6, 1), (0.5, 4), (1.0, 8)])
-def test_selected_share(topk: float, selected: int) -> None:
-    (part,) = plan(parameter(3, 8), topk_ratio=topk).weights
-    assert (part.selected, part.deferred) == (selected, 8 - selected)
-
-
-def test_bf16_columns_are_half_as_many_bytes() -> None:
-    (wide,) = plan(parameter(4, 9), topk_ratio=0, bucket_bytes=32).weights
-    (narrow,) = plan(parameter(4, 9, dtype=torch.bfloat16), topk_ratio=0, bucket_bytes=32).weights
-    assert (wide.slots_per_bucket, narrow.slots_per_bucket) == (2, 4)
-
-
 def test_conv1d_is_seen_transposed() -> None:
     weight = nn.Parameter(torch.arange(12.0).view(3, 4))  # [in, out]
     (part,) = plan(weight, transposed=(weight,)).weights
@@ -106,14 +93,6 @@ def test_conv1d_is_seen_transposed() -> None:
     assert view.shape == (4, 3)
     assert view[:, 1].tolist() == weight[1].tolist()  # column 1 is input channel 1
     assert view.data_ptr() == weight.data_ptr()
-
-
-def test_conv1d_is_found_by_its_class_name() -> None:
-    conv, other, vector = parameter(3, 4), parameter(3, 4), parameter(4)
-    module = Bag([Conv1D(conv), Holder(other), Conv1D(vector)])
-    assert conv1d_weights(module) == {id(conv)}
-    assert conv1d_weights(None) == set()
-    assert conv1d_weights(nn.Conv1d(2, 3, 1)) == set()  # torch's own is another thing
 
 
 def test_three_dimensions_are_folded() -> None:
@@ -139,34 +118,3 @@ def test_what_has_no_columns_is_resident_and_does_not_count(shape: tuple[int, ..
     small, big = plan(parameter(*shape), other, offload_ratio=0.4, topk_ratio=0).weights
     assert (small.columns, small.deferred, small.bucket_slots) == (0, 0, [])
     assert big.resident == 6  # 60% of its own 40 elements
-
-
-def test_a_frozen_weight_is_planned_alone() -> None:
-    before = plan(parameter(4, 10), parameter(4, 10), offload_ratio=0.5).weights
-    live, frozen, rest = plan(
-        parameter(4, 10), parameter(7, 9, grad=False), parameter(4, 10), offload_ratio=0.5
-    ).weights
-    assert frozen.resident == 5  # half of nine columns, rounded up
-    assert [part.resident for part in (live, rest)] == [part.resident for part in before] == [10, 0]
-
-
-def test_plan_order_is_the_modules_then_as_given() -> None:
-    tied, inner, outside, last = (parameter(2, 3) for _ in range(4))
-    module = Bag([Holder(tied), Holder(inner), Holder(tied)])
-    given_order = [last, inner, outside, tied]
-    ordered = plan_order(given_order, module)
-    assert [id(p) for p in ordered] == [id(p) for p in (tied, inner, last, outside)]
-    assert [id(p) for p in plan_order(given_order, None)] == [id(p) for p in given_order]
-    assert [id(p) for p in plan_order([inner], module)] == [id(inner)]  # what was not given is left out
-
-
-def test_ends_of_the_ratio() -> None:
-    weights = [parameter(3, 5), parameter(2, 7)]
-    assert [part.resident for part in plan(*weights, offload_ratio=0).weights] == [5, 7]
-    assert [part.resident for part in plan(*weights, offload_ratio=1).weights] == [0, 0]
-    assert plan(offload_ratio=0.5).weights == ()
-
-
-@pytest.mark.parametrize(("value", "expected"), [(0.5, 1), (1.5, 2), (2.5, 3), (2.4999, 2), (0.0, 0)])
-def test_round_half_up(value: float, expected: int) -> None:
-    assert round_half_up(value) == expected

@@ -11,12 +11,13 @@ import torch
 from hypothesis import event, given, note
 from torch import nn
 
+from tests.tiers import repeated
 from tests.zenflow.cases import Case, Session, Trace, assert_same, case_of, run
 from tests.zenflow.checkpoint_cases import by_dict, by_file, draw_eventful, draw_stops, eventful, run_with_stops
 from tests.zenflow.family_cases import OURS
 from tests.zenflow.rule_cases import NAMES
 from tests.zenflow.test_invariants import RANDOMS, thorough
-from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -58,7 +59,7 @@ def test_i4_nothing_is_lost_whatever_happens(rng: random.Random) -> None:
     run_balanced(case, stops)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(repeated(16)))
 def test_i4_keeping_the_account_changes_no_weight(seed: int) -> None:
     case = eventful(seed)
     assert_same(case, run_balanced(with_ledger(case), []), run(case, OURS[case.rule]))
@@ -90,31 +91,6 @@ def test_produced_are_the_bits_of_every_gradient(rule: str, dtype: torch.dtype) 
     assert [balance.pending > 0 for balance in balances] == [True, False, True]
     optimizer.flush()
     assert [balance.applied for balance in optimizer.ledger().values()] == sums
-    optimizer.close()
-
-
-def test_pending_are_the_logged_columns() -> None:
-    _, optimizer, sums = trained(7, torch.float32, topk_ratio=0.0)
-    before = [balance.applied for balance in optimizer.ledger().values()]
-    _, shorter, sums_of_window = trained(4, torch.float32, topk_ratio=0.0)
-    assert before == [
-        sums_of_window[0],
-        sums[1],
-        sums_of_window[2],
-    ]  # the window of four steps, and the resident vector
-    assert_balanced(optimizer)
-    optimizer.close()
-    shorter.close()
-
-
-def test_a_skipped_step_produces_nothing() -> None:
-    weights, optimizer, sums = trained(5, torch.float32)
-    for weight in weights:
-        weight.grad = torch.rand(weight.shape)
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
-    optimizer.step()
-    assert [balance.produced for balance in optimizer.ledger().values()] == sums
-    assert_balanced(optimizer)
     optimizer.close()
 
 
@@ -160,10 +136,3 @@ def test_an_account_that_begins_with_a_checkpoint_knows_what_is_pending() -> Non
         if session.step >= 6:
             assert_balanced(session.optimizer)
     session.end()
-
-
-def test_without_a_ledger_there_is_no_account() -> None:
-    optimizer = ZenFlowAdamW([nn.Parameter(torch.ones(3, 4))], config=ZenFlowConfig())
-    with pytest.raises(ConfigError, match="ledger"):
-        optimizer.ledger()
-    optimizer.close()

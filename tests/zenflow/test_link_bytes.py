@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tiers import combinations, repeated
 from tests.zenflow.cases import case_of, run
 from zenflow import CpuDevice, StepStats, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import HostSpan, Mark, Transfer
@@ -68,10 +69,12 @@ def train(
     return stats, weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ratio", [1.0, 0.6])
-@pytest.mark.parametrize("interval", [1, 2, 4, 7])
-@pytest.mark.parametrize("topk", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("topk", "interval", "ratio", "dtype"),
+    combinations(
+        topk=[0.0, 0.05, 0.5, 1.0], interval=[1, 2, 4, 7], ratio=[1.0, 0.6], dtype=[torch.float32, torch.bfloat16]
+    ),
+)
 def test_i6_bytes_of_steady_windows(topk: float, interval: int, ratio: float, dtype: torch.dtype) -> None:
     config = ZenFlowConfig(
         topk_ratio=topk, update_interval=interval, offload_ratio=ratio, select_interval=1000, bucket_bytes=200
@@ -152,7 +155,7 @@ def test_no_byte_is_uncounted(knobs: dict[str, Any], dtype: torch.dtype) -> None
     assert sum(s.h2d_bytes for s in stats) <= device.up_bytes
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(repeated(40)))
 def test_no_byte_is_uncounted_in_random_cases(seed: int) -> None:
     """Skips, absent gradients, tied weights, flushes."""
     device = CountingDevice()

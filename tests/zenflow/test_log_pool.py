@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.zenflow.small import has_room
 from zenflow import ZenFlowError
 from zenflow.host.log_pool import Extents, LogPool
-from zenflow.host.places import ALIGN_BYTES, padded
+from zenflow.host.places import ALIGN_BYTES
 
 SOON_S = 30.0  # a hang, on however busy a machine
 A_WHILE_S = 0.05  # long enough that a thread which should not wait is through
@@ -39,62 +39,6 @@ def ranges(extents: Extents) -> list[tuple[int, int]]:
 # --- where an entry goes ---------------------------------------------------------------------------------------------
 
 
-def with_free(*sizes: int, capacity: int = 64 * KB) -> LogPool:
-    """A pool whose free extents are whole segments of these sizes."""
-    pool = LogPool(capacity, host_bytes)
-    for extents in [pool.take(size) for size in sizes]:
-        pool.give(extents)
-    assert pool.allocated_bytes == sum(sizes)
-    return pool
-
-
-def test_an_exact_fit_goes_before_a_larger_one() -> None:
-    pool = LogPool(12 * KB, host_bytes)
-    parts = [pool.take(size) for size in (4 * KB, 2 * KB, KB)]
-    starts = {extents.nbytes: ranges(extents)[0][0] for extents in parts}
-    for extents in parts:
-        pool.give(extents)
-    assert ranges(pool.take(2 * KB)) == [(starts[2 * KB], starts[2 * KB] + 2 * KB)]
-    (low, high) = ranges(pool.take(3 * KB))[0]  # nothing of that size: part of the smallest larger one
-    assert starts[4 * KB] <= low < high <= starts[4 * KB] + 4 * KB
-    assert pool.allocated_bytes == 7 * KB
-
-
-def test_a_new_segment_goes_before_several_pieces_and_has_the_size_of_the_entry() -> None:
-    pool = with_free(4 * KB, 4 * KB)
-    assert lengths(pool.take(5000)) == [5000]
-    assert pool.allocated_bytes == 8 * KB + padded(5000)
-
-
-def test_pieces_are_few_and_the_last_one_fits_best() -> None:
-    pool = with_free(4 * KB, KB, 2 * KB, 512, capacity=7 * KB + 512)
-    assert lengths(pool.take(5 * KB)) == [4 * KB, KB]
-    assert lengths(pool.take(2 * KB + 512)) == [2 * KB, 512]
-    assert pool.taken_bytes == pool.allocated_bytes == pool.capacity_bytes
-
-
-def test_what_is_left_of_the_capacity_is_one_of_the_pieces() -> None:
-    pool = with_free(KB, KB + 64, capacity=4 * KB + 127)
-    assert lengths(pool.take(3 * KB)) == [KB + 64, 2 * KB - 64]
-    assert pool.allocated_bytes == 4 * KB
-    assert lengths(pool.take(KB + 64)) == [KB, 64]
-    assert pool.allocated_bytes == pool.taken_bytes == 4 * KB + 64
-
-
-def test_elements_of_an_odd_number_of_bytes_are_not_cut() -> None:
-    pool = with_free(128, 64, capacity=192)
-    extents = pool.take(130)  # 65 elements of 2 bytes
-    assert lengths(extents) == [128, 2]
-    assert [view.view(torch.bfloat16).numel() for view in extents.views] == [64, 1]
-    assert pool.taken_bytes == padded(130) == 192
-
-
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_an_entry_has_at_least_one_byte(nbytes: int) -> None:
-    with pytest.raises(ZenFlowError, match=f"nbytes is {nbytes}; it must be"):
-        LogPool(KB, host_bytes).take(nbytes)
-
-
 def test_more_than_the_capacity_is_refused_at_once() -> None:
     pool = LogPool(1000, host_bytes)  # 960 in multiples of 64
     with pytest.raises(ZenFlowError, match=r"nbytes is 1024 .* 960 bytes"):
@@ -102,15 +46,6 @@ def test_more_than_the_capacity_is_refused_at_once() -> None:
     assert lengths(pool.take(960)) == [960]
     with pytest.raises(ZenFlowError, match="capacity_bytes is -1"):
         pool.resize(-1)
-
-
-def test_extents_of_another_pool_are_refused() -> None:
-    pool, other = LogPool(KB, host_bytes), LogPool(KB, host_bytes)
-    foreign = other.take(64)
-    for refuse in (pool.give, pool.promise):
-        with pytest.raises(ValueError, match="64 bytes are not taken from this pool"):
-            refuse(foreign)
-    other.give(foreign)
 
 
 # --- allocation ------------------------------------------------------------------------------------------------------
@@ -136,19 +71,6 @@ def test_a_failed_allocation_changes_nothing(bad: Callable[[int], Tensor], error
         pool.take(3 * KB)  # the free segment and a new one
     assert (pool.taken_bytes, pool.allocated_bytes, pool.peak_allocated_bytes) == (0, KB, KB)
     assert sorted(lengths(pool.take(3 * KB))) == [KB, 2 * KB]
-
-
-def test_others_give_while_memory_is_allocated() -> None:
-    def slow(nbytes: int) -> Tensor:
-        if nbytes == 2 * KB:
-            with ThreadPoolExecutor(1) as other:
-                other.submit(pool.give, first).result(SOON_S)
-        return host_bytes(nbytes)
-
-    pool = LogPool(4 * KB, slow)
-    first = pool.take(KB)
-    assert lengths(pool.take(2 * KB)) == [2 * KB]
-    assert pool.taken_bytes == 2 * KB
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -189,15 +111,6 @@ def test_a_give_wakes_a_waiting_take() -> None:
     assert lengths(waiting.result.result(SOON_S)) == [2 * KB]
 
 
-def test_a_larger_capacity_wakes_a_waiting_take() -> None:
-    pool = LogPool(KB, host_bytes)
-    pool.take(KB)
-    waiting = Waiting(pool, KB)
-    pool.resize(2 * KB)
-    assert lengths(waiting.result.result(SOON_S)) == [KB]
-    assert pool.peak_allocated_bytes == 2 * KB
-
-
 def test_a_failure_wakes_waiting_and_later_takes() -> None:
     pool = LogPool(2 * KB, host_bytes)
     first = pool.take(KB)
@@ -225,17 +138,6 @@ def test_a_promise_makes_a_take_wait_for_few_pieces() -> None:
     assert has_room(pool, 4 * KB)
     pool.give(parts[10])  # nothing is promised any more
     assert lengths(waiting.result.result(SOON_S)) == [KB] * 5
-
-
-def test_a_promise_is_not_waited_for_once_enough_is_free() -> None:
-    pool = LogPool(256 * KB, host_bytes)
-    parts = [pool.take(KB) for _ in range(256)]
-    pool.promise(parts[-1])
-    for extents in parts[:7]:
-        pool.give(extents)
-    assert not has_room(pool, 5 * KB)
-    pool.give(parts[7])  # 1/32
-    assert lengths(pool.take(5 * KB, timeout_s=0)) == [KB] * 5
 
 
 @pytest.mark.parametrize("seed", range(3))

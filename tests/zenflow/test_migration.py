@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle import ReferenceAdamW
+from tests.tiers import combinations
 from tests.zenflow.cases import FIXED_CASES, Trace, case_of, run, same_bits
 from tests.zenflow.family_cases import OURS, REFERENCE
 from tests.zenflow.rule_cases import NAMES
-from zenflow import ReferenceAdamW, ReferenceOptimizer, ZenFlowConfig
+from zenflow import ZenFlowConfig
 
 ROWS, COLUMNS = 5, 8
 LOUD = [(0, 1), (0, 1), (2, 3), (2, 3), (0, 5), (6, 7), (6, 7), (0, 1), (4, 3), (4, 3)]  # important columns by step
@@ -50,10 +52,10 @@ def train(
     return [*seen, weight.detach().clone()], optimizer, weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("mode", ["replay", "mean"])
-@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize(
+    ("rule", "mode", "overlap", "dtype"),
+    combinations(rule=NAMES, mode=["replay", "mean"], overlap=[True, False], dtype=[torch.float32, torch.bfloat16]),
+)
 def test_weights_across_a_changing_selection(rule: str, mode: str, overlap: bool, dtype: torch.dtype) -> None:
     knobs: dict[str, Any] = {**LATER, "deferred_update": mode, "overlap_step": overlap}
     config = ZenFlowConfig(**knobs)
@@ -65,66 +67,7 @@ def test_weights_across_a_changing_selection(rule: str, mode: str, overlap: bool
     optimizer.close()
 
 
-@pytest.mark.parametrize("rule", NAMES)
-def test_moments_and_counts_are_those_of_one_plain_optimizer(rule: str) -> None:
-    """Gradients that ignore the weights: after a flush every column has had every update, wherever its state was."""
-    config = ZenFlowConfig(**LATER)
-    plainly = ZenFlowConfig(offload_ratio=0.0, update_interval=1, overlap_step=False)
-    weights, optimizer, weight = train(REFERENCE[rule], config, rule=rule)
-    plain, plain_optimizer, plain_weight = train(REFERENCE[rule], plainly, rule=rule)
-    assert bool(same_bits(weights[-1], plain[-1]).all())
-    master, moments, counts = optimizer.columns_state(weight)
-    plain_master, plain_moments, plain_counts = plain_optimizer.columns_state(plain_weight)
-    assert counts == plain_counts == [len(LOUD)] * COLUMNS
-    assert len(moments) == (2 if rule in ("adamw", "adam") else 1)
-    for a, b in zip((master, *moments), (plain_master, *plain_moments), strict=True):
-        assert bool(same_bits(a, b).all())
-
-
-def test_selection_follows_the_loud_columns() -> None:
-    selections: list[list[int]] = []
-    weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
-    optimizer = ReferenceAdamW([weight], config=ZenFlowConfig(**LATER))
-    for grad in gradients(torch.float32):
-        weight.grad = grad.clone()
-        optimizer.step()
-        selections.append(optimizer.selected(weight))
-    assert selections == [[0, 1], [0, 1], [0, 1], [2, 3], [2, 3], [6, 7], [6, 7], [0, 1], [0, 1], [3, 4]]
-
-
-LOSSES = [(rule, moment) for rule in NAMES for moment in range(2 if rule in ("adamw", "adam") else 1)]
-
-
-@pytest.mark.parametrize(("rule", "lost"), [*LOSSES, *((rule, None) for rule in NAMES if rule != "lion")])
-def test_lost_state_would_show(rule: str, lost: int | None) -> None:
-    """The weights above depend on every moment and count that moves: an oracle that loses one on the way differs.
-
-    lost: the moment; None: the count, which Lion does not use.
-    """
-    base = REFERENCE[rule]
-
-    def forget(optimizer: ReferenceOptimizer, before: list[int]) -> None:
-        weight = optimizer._weights[0]
-        for column in set(weight.selected) ^ set(before):
-            if lost is None:
-                weight.counts[column] = 0
-            else:
-                weight.moments[lost][:, column] = 0
-
-    class Forgetful(base):  # type: ignore[valid-type, misc]
-        def step(self, closure: Any = None) -> float | None:
-            before = self.selected(self._weights[0].param) if self._weights else None
-            loss: float | None = super().step(closure)
-            if before is not None:
-                forget(self, before)
-            return loss
-
-    expected, _, _ = train(base, ZenFlowConfig(**LATER), rule=rule)
-    forgetful, _, _ = train(Forgetful, ZenFlowConfig(**LATER), rule=rule)
-    assert not bool(same_bits(expected[-1], forgetful[-1]).all())
-
-
-def test_random_cases_exercise_what_they_claim() -> None:
+def test_random_cases_exercise_what_they_claim(every_fault: None) -> None:
     """Of the fixed cases of I2, how many meet each situation; too few would make that test a formality."""
     met: Counter[str] = Counter()
     for seed in range(FIXED_CASES):

@@ -6,7 +6,6 @@ import gc
 import sys
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,14 +25,12 @@ from tests.zenflow.native_cases import (
     Memory,
     Raw,
     Scene,
-    arrived,
     assert_untouched,
     draw_pair,
     draw_scene,
     drawn_memories,
     drawn_range,
     drawn_weights,
-    features,
     indices,
     same,
     same_state,
@@ -44,7 +41,7 @@ from zenflow import ConfigError, HostEngineError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.host.backend import choose_backend
 from zenflow.host.eager import EagerBackend
 from zenflow.host.native import NativeBackend, load_native
-from zenflow.host.tasks import LogEntry, ReadMasters, Targets, Unpack, Update
+from zenflow.host.tasks import ReadMasters, Update
 from zenflow.rules import RULES, Rule
 from zenflow.state import ColumnState
 
@@ -103,14 +100,6 @@ def test_updates_that_several_threads_share(rule: Rule, backends: dict[int, Nati
         check(scene, backend, expected)
 
 
-def test_the_random_updates_have_every_feature_often() -> None:
-    found = Counter(name for seed in range(150) for name in features(draw_scene(RULES["adamw"], seed)))
-    for number in range(1, 10):
-        assert found.pop(f"entries {number}") >= 5
-    assert len(found) == 25, sorted(found)
-    assert min(found.values()) >= 10, found.most_common()[-1]
-
-
 @every_rule
 @given(seed=SEEDS)
 @thorough(10)
@@ -126,38 +115,6 @@ def test_one_pass_of_a_window_is_one_pass_an_entry(rule: Rule, backends: dict[in
     same_state(state, alone)
     if result is not None and last is not None:
         same(result, last, "result")
-
-
-@every_rule
-@pytest.mark.parametrize("seed", fresh_seeds("flush to zero", 4))
-def test_flush_to_zero_in_the_calling_thread_changes_nothing(rule: Rule, seed: int) -> None:
-    scene = draw_scene(rule, seed, specials=0.5)
-    expected = update(scene, EagerBackend())
-    assert torch.set_flush_denormal(True)
-    try:
-        backend = NativeBackend(NATIVE, [-1, -1])  # threads take it over from the thread that starts them
-        actual = update(scene, backend)
-        backend.close()
-    finally:
-        torch.set_flush_denormal(False)
-    same_state(actual[0], expected[0])
-    if actual[1] is not None and expected[1] is not None:
-        same(actual[1], expected[1], "result")
-
-
-def test_denormals_survive() -> None:
-    """By hand, as both backends could lose them: the weight is 2^-140, the rate 0."""
-    tiny = torch.full((1, 64), 2.0**-140)
-    hyper = RULES["lion"].hyper({"lr": 0.0, "betas": (0.5, 0.5), "weight_decay": 0.0})
-    entry = LogEntry(1, [tiny.view(-1)], arrived(), hyper, None)
-    part = Targets(range(1), [(entry, None)])
-    state, result = update(
-        Scene(RULES["lion"], (tiny, tiny.mul(0)), torch.zeros(1).int(), (part,), None, torch.float32),
-        choose_backend([-1]),
-    )
-    assert result is not None
-    assert result.tolist() == [[2.0**-140] * 64]
-    assert state.moments[0].tolist() == [[2.0**-141] * 64]
 
 
 # Other tasks, and many of them in a row.
@@ -177,43 +134,6 @@ def test_masters_are_read_as_in_pytorch(
     for memory in (theirs, *ours):
         memory.do(ReadMasters(memory.columns, slots, weights, keep))
         same_state(memory.state, theirs.state)
-
-
-@pytest.mark.parametrize(("keep", "expected"), [(True, [1.0009765625, 3.0, 0.5]), (False, [1.0, 3.0, 0.5])])
-def test_a_master_that_rounds_to_its_weight_stays_where_asked(
-    backend: NativeBackend, keep: bool, expected: list[float]
-) -> None:
-    memory = Memory(
-        backend, RULES["lion"], [torch.tensor([[1.0009765625], [2.0], [0.5]]), torch.zeros(3, 1)], torch.zeros(3).int()
-    )
-    weights = torch.tensor([[1.0], [3.0], [0.5]], dtype=torch.bfloat16)
-    memory.do(ReadMasters(memory.columns, range(3), weights, keep))
-    assert memory.state.master.flatten().tolist() == expected
-
-
-@every_rule
-@given(seed=SEEDS)
-@thorough(12)
-def test_what_is_packed_can_be_unpacked_elsewhere(rule: Rule, backends: dict[int, NativeBackend], seed: int) -> None:
-    draw = Draw(seed)
-    for backend in backends.values():
-        source, target = (
-            drawn_memories(Draw(seed), rule, backend)[0],
-            drawn_memories(Draw(seed), rule, backend)[0],
-        )
-        for stream in (target.state.master, *target.state.moments, target.state.count):
-            stream.zero_()
-        columns = len(source.state.count)
-        slots = draw.index(range(columns))
-        places = torch.tensor(draw.rng.sample(range(columns), len(slots)))
-        packed = source.place("packed", torch.zeros(len(slots), source.state.packed_columns, dtype=torch.int32))
-        source.do(Update(source.columns, [Targets(slots, [])], None, packed=packed))
-        same(packed, source.state.pack(slots), "packed")
-        target.do(Unpack(target.columns, places, packed))
-        same_state(target.state.select(places), source.state.select(slots))
-        rest = torch.ones(columns, dtype=torch.bool)
-        rest[places] = False
-        assert not bool(target.state.master[rest].any() or target.state.count[rest].any())
 
 
 @every_rule

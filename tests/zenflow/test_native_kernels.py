@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.oracle import energies as reference_energies
 from tests.tiers import combinations
 from tests.zenflow.kernel_cases import (
     DTYPES,
@@ -27,13 +28,12 @@ from tests.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
 from zenflow.kernels.base import ColumnUpdate
 from zenflow.kernels.native import NativeKernels
-from zenflow.reference_weight import energies as reference_energies
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 
 CPU = torch.device("cpu")
 # Several tiles each way, none of them full; and one long column.
-LARGE = ((531, 70, 37), (531, 70, 70), (40_001, 1, 1), (1, 3000, 3000), (2, 900, 411))
+LARGE = ((531, 70, 37), (40_001, 1, 1), (2, 900, 411))
 
 
 THREADS = (1, 2, 5)
@@ -127,13 +127,13 @@ class TestOnSeveralThreads:
                 assert torch.equal(kernels.energies(laid), expected), (rows, of, layout)
                 assert torch.equal(EAGER.energies(laid), expected), (rows, of, layout)
 
-    @with_threads(dtype=DTYPES, density=[1.0, 0.9, 0.7, 0.4, 0.1], ascending=[True, False])
+    @with_threads(dtype=DTYPES, density=[1.0, 0.7, 0.1], ascending=[True, False])
     def test_columns_that_lie_close_together(
         self, kernels: NativeKernels, device: torch.device, dtype: torch.dtype, density: float, ascending: bool
     ) -> None:
         """As tiers have them, before and after a move: tiles are transposed in vectors, with what lies between."""
         draw = Draw(7, device)
-        for rows, of in ((1, 40), (7, 33), (8, 90), (255, 8), (257, 100), (531, 3), (300, 1000)):
+        for rows, of in ((1, 40), (7, 33), (8, 90), (257, 100), (531, 3)):
             for layout in LAYOUTS:
                 matrix = laid_out(draw.values(rows, of, odd=True).to(dtype), layout)
                 expected = laid_out(matrix, layout)
@@ -146,15 +146,6 @@ class TestOnSeveralThreads:
                 kernels.scatter(matrix, columns, source)
                 EAGER.scatter(expected, columns, source)
                 assert same(memory(matrix), memory(expected)), (rows, of, layout)
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_a_column_that_is_asked_for_twice_comes_twice(
-        self, kernels: NativeKernels, device: torch.device, layout: str
-    ) -> None:
-        draw = Draw(8, device)
-        matrix = laid_out(draw.values(300, 200), layout)
-        columns = torch.cat([draw.columns(150, 200), draw.columns(60, 200)])
-        assert torch.equal(kernels.pack(matrix, columns), EAGER.pack(matrix, columns))
 
 
 def updates(draw: Draw, rule: Rule, dtype: torch.dtype) -> list[ColumnUpdate]:
@@ -212,17 +203,6 @@ def test_the_updates_of_a_step_at_once(kernels: NativeKernels, name: str, dtype:
         assert_equal(ours, theirs)
 
 
-def test_a_rule_that_only_has_the_name(kernels: NativeKernels) -> None:
-    class Doubled(type(RULES["sgd"])):  # type: ignore[misc]
-        def update(self, master, moments, count, gradient, hyper, decay):  # type: ignore[no-untyped-def]
-            master.sub_(gradient * 2)
-
-    state = ColumnState(torch.ones(2, 3), 1)
-    _, hyper = hyper_of("sgd", 1)
-    kernels.update(Doubled(), state, torch.ones(3, 2), None, hyper)
-    assert state.master.unique().tolist() == [-1.0]
-
-
 def test_columns_that_the_matrix_does_not_have(kernels: NativeKernels) -> None:
     rule, hyper = hyper_of("adamw", 1)
     matrix, source = torch.ones(4, 3), torch.zeros(2, 4)
@@ -236,15 +216,6 @@ def test_columns_that_the_matrix_does_not_have(kernels: NativeKernels) -> None:
             kernels.update(rule, state, matrix, matrix, hyper, columns=wrong)
         assert matrix.unique().tolist() == [1.0]
         assert state.count.tolist() == [0, 0]
-
-
-def test_shapes_that_do_not_fit_are_refused_as_by_torch(kernels: NativeKernels) -> None:
-    rule, hyper = hyper_of("adamw", 1)
-    state = ColumnState(torch.ones(2, 4), rule.moments)
-    with pytest.raises(RuntimeError, match="size"):
-        kernels.update(rule, state, torch.ones(5, 2), None, hyper)
-    with pytest.raises(RuntimeError, match="shape"):
-        kernels.scatter(torch.ones(4, 3), torch.tensor([0, 1]), torch.zeros(2, 5))
 
 
 @pytest.mark.usefixtures("threads")

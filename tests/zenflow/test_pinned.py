@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tests.zenflow.small import Stack, seeded, tokens_of
 from zenflow import CpuDevice, HostMemoryError, ZenFlowAdamW, ZenFlowConfig
-from zenflow.host.memory import HostMemory
 
 SOON_S = 30.0
 PART_BYTES = 4096
@@ -196,30 +195,3 @@ def test_its_time_is_in_the_log_and_in_the_steps(
     first, *others = run.optimizer.history(wait=True)
     assert first.pin_ms > 0
     assert [one.pin_ms for one in others[1:]] == [0.0] * 5
-
-
-def test_a_step_that_ends_before_a_thread_begins_to_pin_is_one_of_those_beside_it(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run.train(1)
-    run.ready()
-    run.train(4)
-    threads, begins = run.optimizer._training.runtime.memory._threads, threading.Event()
-    assert threads is not None
-    submit = threads.submit
-    monkeypatch.setattr(threads, "submit", lambda *work: submit(lambda: begins.wait(SOON_S) and work[0](*work[1:])))
-    run.optimizer.set_knobs(update_interval=8)
-    run.train(2)
-    begins.set()
-    run.ready()
-    run.train(1)
-    assert [one.pin_ms > 0 for one in run.optimizer.history(wait=True, after=4)] == [False, True, True, True]
-
-
-def test_nobody_makes_threads_where_nothing_has_to_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Run(CpuDevice())
-    monkeypatch.setattr(CpuDevice, "pin", None)
-    plain.train(2)
-    memory: HostMemory = plain.optimizer._training.runtime.memory
-    assert memory._threads is None
-    plain.optimizer.abandon()

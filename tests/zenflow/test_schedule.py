@@ -86,18 +86,6 @@ def test_other_knobs_hold_from_the_next_step_on() -> None:
     assert closes(clock, 5) == [(4, 2, True), (5, 1, True), (7, 2, True)]
 
 
-def test_a_restored_clock_goes_on() -> None:
-    clock = clock_of(4, warm_up=9)
-    clock.restore(10, 2)
-    assert closes(clock, 6) == [(12, 4, False), (16, 4, False)]
-
-
-def test_before_the_first_step() -> None:
-    clock = clock_of(2)
-    assert (clock.step, clock.window_steps) == (0, 0)
-    assert clock.advance() == StepPlan(step=1, window_steps=1, closes=False, synchronous=False)
-
-
 @pytest.mark.parametrize(
     ("buckets", "lag", "window_steps", "expected"),
     [

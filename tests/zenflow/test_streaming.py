@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tiers import repeated
+from tests.tiers import by_day, combinations, repeated
 from tests.zenflow.small import Stack, seeded, tokens_of
 from tests.zenflow.stream_cases import DEVICES, MODELS, Pair, Shared, Streams
 from zenflow import UnsupportedError
 from zenflow.standin import GradientPlaceholder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "device", "dtype"), combinations(model=MODELS, device=DEVICES, dtype=[torch.float32, torch.bfloat16])
+)
 def test_gradients_are_those_of_the_model_without_hooks(
     pair: Callable[..., Pair], model: str, device: str, dtype: torch.dtype
 ) -> None:
@@ -45,76 +45,6 @@ def test_a_gradient_leaves_while_backward_goes_on(pair: Callable[..., Pair]) -> 
     both.backward(1)
     assert seen == [[GradientPlaceholder] * len(layers)]
     both.step()
-
-
-@pytest.mark.parametrize("model", ["shared, reentrant", "stack, reentrant"])
-def test_later_steps_expect_as_many_firings_as_the_last_had(pair: Callable[..., Pair], model: str) -> None:
-    both = pair(model)
-    counts = []
-    for step in range(3):
-        both.backward(step)
-        both.step()
-        counts.append(both.streams.counts)
-    shared = 2 if model == "shared, reentrant" else 0  # the block's two weights fire three times
-    assert counts == [(both.streams.deferring, shared), (both.streams.deferring, 0), (both.streams.deferring, 0)]
-
-
-def test_accumulation_that_was_announced_stages_once(pair: Callable[..., Pair]) -> None:
-    both = pair(least=3)
-    for step in range(2):
-        for micro in range(3):
-            both.backward(10 * step + micro)
-            assert [type(p.grad) is GradientPlaceholder for p in both.ours.layers[0].parameters() if p.dim() == 2] == [
-                micro == 2
-            ] * 2
-        both.step()
-        assert both.streams.counts == (both.streams.deferring, 0)
-
-
-def test_accumulation_that_was_not_announced_is_learnt(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    counts = []
-    for passes in (3, 3, 1, 1, 2):
-        for micro in range(passes):
-            both.backward(micro)
-        both.step()
-        staged, restored = both.streams.counts
-        counts.append((staged // both.streams.deferring, restored // both.streams.deferring))
-    # Too many: staged, brought back, kept. Too few: not staged at all.
-    assert counts == [(1, 1), (1, 0), (0, 0), (1, 0), (1, 1)]
-
-
-def test_two_backward_passes_through_one_graph(pair: Callable[..., Pair]) -> None:
-    both = pair()
-
-    def twice(model: nn.Module) -> None:
-        loss = model(tokens_of(1))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    for _ in range(2):
-        both.each(twice)
-        both.step()
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-def test_a_gradient_with_a_graph_of_its_own_stays(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    both.backward(1, create_graph=True)
-    assert not any(isinstance(parameter.grad, GradientPlaceholder) for parameter in both.ours.parameters())
-    both.step()
-    gc.collect()
-
-
-def test_autograd_grad_between_backward_and_step(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    for _ in range(2):
-        both.backward(1)
-        gradients = [
-            torch.autograd.grad(model(tokens_of(2)), list(model.parameters())) for model in (both.ours, both.plain)
-        ]
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-        both.step()
 
 
 def clip_some(model: nn.Module) -> None:
@@ -193,8 +123,13 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "device"),
+    by_day(
+        [(use, DEVICES[number % len(DEVICES)]) for number, use in enumerate(USES)],
+        all_of=combinations(use=USES, device=DEVICES),
+    ),
+)
 def test_a_use_that_needs_the_elements_brings_the_gradient_back(
     pair: Callable[..., Pair], use: str, device: str
 ) -> None:
@@ -228,18 +163,6 @@ def test_a_gradient_that_a_step_took_does_not_come_back(pair: Callable[..., Pair
             gradient.clone()
 
 
-def test_restore_puts_everything_back(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    both.backward(1)
-    assert both.streams.log_bytes() > 0
-    both.streams.streamer.restore()
-    assert both.streams.log_bytes() == 0
-    for ours, plain in zip(both.ours.parameters(), both.plain.parameters(), strict=True):
-        assert type(ours.grad) is Tensor
-        assert ours.grad.stride() == ours.stride()
-        assert torch.equal(ours.grad, plain.grad)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_that_no_step_took_give_their_room_back(pair: Callable[..., Pair], device: str) -> None:
     both = pair(device=device, window=1)  # room for little more than one step
@@ -248,35 +171,6 @@ def test_gradients_that_no_step_took_give_their_room_back(pair: Callable[..., Pa
         both.each(lambda model: model.zero_grad())
     both.backward(11)
     both.step()
-
-
-def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
-    both = pair()
-    both.backward(1)
-    streams = both.streams
-    streams.take_step()
-    sentence = r"taken by an earlier step .* call zero_grad\(\) between that step\(\) and the next backward\(\)"
-    with pytest.raises(UnsupportedError, match=sentence):
-        streams.streamer.require_current()
-    both.ours(tokens_of(1)).backward()
-    with pytest.raises(UnsupportedError, match=sentence):
-        streams.streamer.require_current()
-    both.each(lambda model: model.zero_grad())
-    both.backward(2)
-    both.step()
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_clipping_during_accumulation_applies_to_what_is_there(pair: Callable[..., Pair], foreach: bool) -> None:
-    both = pair()
-    for _ in range(2):
-        both.backward(1)
-        both.each(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach))
-        both.backward(2)
-        expected = [parameter.grad for parameter in both.plain.parameters()]
-        for ours, theirs in zip(both.streams.take_step(), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-        both.each(lambda model: model.zero_grad())
 
 
 def test_the_room_bounds_what_waits_for_the_link(pair: Callable[..., Pair]) -> None:
@@ -342,13 +236,17 @@ def test_weights_that_are_frozen_for_a_while(pair: Callable[..., Pair]) -> None:
     assert (staged, restored) == (3 * both.streams.deferring - 2, 0)
 
 
-def test_without_hooks_gradients_stay(pair: Callable[..., Pair]) -> None:
+def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
     both = pair()
     both.backward(1)
-    both.streams.close()
-    used = both.ours.layers[0].inner.weight.grad
-    with pytest.raises(UnsupportedError, match=r"read parameter\.grad again"):
-        used.mul_(2)
+    streams = both.streams
+    streams.take_step()
+    sentence = r"taken by an earlier step .* call zero_grad\(\) between that step\(\) and the next backward\(\)"
+    with pytest.raises(UnsupportedError, match=sentence):
+        streams.streamer.require_current()
+    both.ours(tokens_of(1)).backward()
+    with pytest.raises(UnsupportedError, match=sentence):
+        streams.streamer.require_current()
     both.each(lambda model: model.zero_grad())
-    both.backward(1)
-    assert all(type(parameter.grad) is Tensor for parameter in both.ours.parameters())
+    both.backward(2)
+    both.step()

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tiers import by_day
 from tests.zenflow.small import Block, tokens_of
 from tests.zenflow.stream_cases import Pair
 
 
 # torch looks at .grad of a compiled block's input, which is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
-@pytest.mark.parametrize("model", ["stack", "stack, non-reentrant", "shared"])
+@pytest.mark.parametrize(
+    ("model", "compiled"),
+    by_day(
+        [("stack", "whole"), ("stack, non-reentrant", "blocks"), ("shared", "blocks")],
+        all_of=list(product(("stack", "stack, non-reentrant", "shared"), ("blocks", "whole"))),
+    ),
+)
 def test_torch_compile(pair: Callable[..., Pair], model: str, compiled: str) -> None:
     torch._dynamo.reset()
     both = pair(model)
@@ -36,8 +43,10 @@ def test_torch_compile(pair: Callable[..., Pair], model: str, compiled: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+@pytest.mark.parametrize(
+    ("compiled", "trains"),
+    by_day([("blocks", True), ("whole", False)], all_of=list(product(("blocks", "whole"), (False, True)))),
+)
 def test_torch_compile_meets_a_gradient_that_has_left(pair: Callable[..., Pair], compiled: str, trains: bool) -> None:
     torch._dynamo.reset()
     both = pair()

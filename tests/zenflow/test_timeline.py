@@ -12,20 +12,10 @@ import torch
 from torch import nn
 
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import (
-    ConfigError,
-    CpuDevice,
-    Device,
-    EmulatedAccelerator,
-    Rig,
-    StepStats,
-    Timeline,
-    TimelineRecorder,
-    ZenFlowAdamW,
-    ZenFlowConfig,
-)
-from zenflow.clock import SimulatedClock
+from zenflow import ConfigError, CpuDevice, Device, StepStats, Timeline, TimelineRecorder, ZenFlowAdamW, ZenFlowConfig
 from zenflow.history import Span
+from zftune.emulation import EmulatedAccelerator, Rig
+from zftune.emulation.clock import SimulatedClock
 
 FORWARD_MS, BACKWARD_MS = 8.0, 16.0
 D2H_GBPS, H2D_GBPS, HOST_GBPS = 1.2e-3, 1.5e-3, 8e-3
@@ -177,21 +167,6 @@ def test_gradients_come_down_before_the_host_works_and_weights_go_up_after_it() 
     assert up[0].begin_ms == pytest.approx(work[-1].end_ms, abs=1e-6)
 
 
-def test_host_work_has_the_hosts_pace_and_the_weights_names() -> None:
-    with emulated(OVERLAPPED) as run:
-        timeline = recorded(run)
-        stats = run.stats(timeline)
-        assert isinstance(run.device, EmulatedAccelerator)
-        late_ms = 1e3 * run.device.slack.late_host_s
-    updates = [span for span in timeline.lanes["host"] if span.label.startswith("updating ")]
-    # By the next close all is visible, so the window's own passes are those that this window's steps show.
-    assert sum(span.end_ms - span.begin_ms for span in updates) == pytest.approx(
-        sum(one.host_ms for one in stats), abs=late_ms + 1.0
-    )
-    names = {name for name, parameter in run.model.named_parameters() if parameter.dim() == 2}
-    assert {span.label.removeprefix("updating ") for span in updates} == names
-
-
 def test_steps_that_were_asked_for_and_the_document() -> None:
     with emulated(OVERLAPPED) as run:
         timeline = recorded(run, steps=2)
@@ -206,22 +181,6 @@ def test_steps_that_were_asked_for_and_the_document() -> None:
         assert [label for _, _, label in rows] == [span.label for span in spans]
         for (begin_ms, end_ms, _), span in zip(rows, spans, strict=True):
             assert (begin_ms, end_ms) == (pytest.approx(span.begin_ms, abs=1e-6), pytest.approx(span.end_ms, abs=1e-6))
-
-
-def test_data_lies_on_the_same_axis() -> None:
-    with emulated(SYNCHRONOUS) as run:
-        run.steps(3)
-        run.recorder = run.optimizer.record_timeline(2)
-        run.steps(1)
-        run.step(wait_for_data_s=0.06)
-        run.steps(2)
-        timeline = run.timeline()
-    batch = max(timeline.lanes["data"], key=lambda span: span.end_ms - span.begin_ms)
-    assert batch.end_ms - batch.begin_ms == pytest.approx(60)
-    forward = next(span for span in timeline.lanes["compute"] if span.label == "forward")
-    # The device was up to a step's work ahead of the clock when the wait began; forward cannot begin before its end.
-    assert forward.end_ms >= batch.end_ms
-    assert batch.begin_ms < forward.begin_ms + FORWARD_MS
 
 
 def observed(run: Run) -> bool:
@@ -244,29 +203,6 @@ def test_nothing_is_recorded_unless_asked_for_and_nothing_afterwards() -> None:
         assert run.timeline() == first
 
 
-def test_a_recording_ends_with_the_optimizer() -> None:
-    with emulated(OVERLAPPED) as run:
-        run.steps(2)
-        run.optimizer.record_timeline()
-        run.optimizer.close()
-        assert not observed(run)
-        assert run.optimizer.timeline() is None
-
-
-def test_a_timeline_can_be_read_after_the_end() -> None:
-    with emulated(SYNCHRONOUS) as run:
-        run.steps(2)
-        run.optimizer.record_timeline(2)
-        run.steps(3)
-        run.optimizer.close()
-        assert run.timeline().steps == 2
-
-
-def test_a_recording_of_no_steps_is_refused() -> None:
-    with emulated(OVERLAPPED) as run, pytest.raises(ConfigError, match=r"steps is 0; it must be an integer >= 1"):
-        run.optimizer.record_timeline(0)
-
-
 def test_the_weights_are_the_same_with_and_without() -> None:
     weights = []
     for recording in (False, True):
@@ -278,15 +214,6 @@ def test_the_weights_are_the_same_with_and_without() -> None:
             run.optimizer.flush()
             weights.append([parameter.detach().clone() for parameter in run.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-
-
-def test_a_plain_cpu_has_neither_copies_nor_stalls() -> None:
-    run = Run(OVERLAPPED, CpuDevice(), seeded(Stack))
-    timeline = recorded(run)
-    run.optimizer.close()
-    assert list(timeline.lanes) == ["compute", "host", "data"]
-    assert [span.label for span in timeline.lanes["compute"]] == ["forward", "backward", "optimizer"] * 4
-    assert all(spans for spans in timeline.lanes.values())
 
 
 class OwnClock(CpuDevice):
@@ -326,3 +253,8 @@ def test_a_device_with_a_clock_of_its_own_is_related_to_the_hosts() -> None:
     for wait_s, batch, forward in zip(waits_s[1:-1], *rows, strict=True):
         assert batch.end_ms - batch.begin_ms == pytest.approx(1e3 * wait_s)
         assert batch.end_ms == pytest.approx(forward.begin_ms, abs=CLOSE)
+
+
+def test_a_recording_of_no_steps_is_refused() -> None:
+    with emulated(OVERLAPPED) as run, pytest.raises(ConfigError, match=r"steps is 0; it must be an integer >= 1"):
+        run.optimizer.record_timeline(0)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.tiers import by_day
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, seeded, tokens_of
-from zenflow import ReferenceAdamW, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 WINDOWS: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 3, "select_interval": 2, "bucket_bytes": 300}
 AUTO: dict[str, Any] = {**WINDOWS, "update_interval": "auto", "select_interval": "auto", "max_update_interval": 5}
@@ -42,15 +43,14 @@ def default_device(name: str | None) -> Iterator[None]:
         torch.set_default_dtype(before_dtype)
 
 
-def trained(default: str | None, knobs: dict[str, Any], make: Any) -> list[Tensor]:
+def trained(default: str | None, knobs: dict[str, Any]) -> list[Tensor]:
     """The weights after each step: saved, loaded, knobs changed, a group added, all under a default device."""
-    ours = make is ZenFlowAdamW
-    config = ZenFlowConfig(**{name: value for name, value in knobs.items() if ours or name != "ledger"})
+    config = ZenFlowConfig(**knobs)
     model, other = (seeded(Stack, torch.bfloat16, width=9) for _ in range(2))
     late = torch.nn.Parameter(torch.ones(5, 7))
     arguments: dict[str, Any] = {"lr": 0.02, "config": config}
     with default_device(default):
-        optimizer = make(model.parameters(), module=model, **arguments)
+        optimizer = ZenFlowAdamW(model.parameters(), module=model, **arguments)
     seen = []
     for step in range(1, 15):
         loss = model(tokens_of(step))
@@ -61,17 +61,17 @@ def trained(default: str | None, knobs: dict[str, Any], make: Any) -> list[Tenso
             optimizer.zero_grad()
             if step == 4:
                 optimizer.set_knobs(topk_ratio=0.5, offload_ratio=0.9)
-            if step == 6 and ours:
+            if step == 6:
                 saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 optimizer.abandon()
-        if step == 6 and ours:
+        if step == 6:
             file = io.BytesIO()
             torch.save(saved, file)
             file.seek(0)
             loaded = torch.load(file, weights_only=True)
             model = other
             with default_device(default):
-                optimizer = make(model.parameters(), module=model, **arguments)
+                optimizer = ZenFlowAdamW(model.parameters(), module=model, **arguments)
                 optimizer.load_state_dict(loaded["optimizer"])
                 model.load_state_dict(loaded["model"])
         with default_device(default):
@@ -79,21 +79,18 @@ def trained(default: str | None, knobs: dict[str, Any], make: Any) -> list[Tenso
                 optimizer.add_param_group({"params": [late]})
             if step == 11:
                 optimizer.flush()
-            if ours:
-                optimizer.history(wait=True)
-            if knobs.get("ledger") and ours:
+            optimizer.history(wait=True)
+            if knobs.get("ledger"):
                 assert all(balance.balanced for balance in optimizer.ledger().values())
         seen += [parameter.detach().clone() for parameter in (*model.parameters(), late)]
     with default_device(default):
-        optimizer.flush()
-        if ours:
-            optimizer.close()
+        optimizer.close()
     return [*seen, *(parameter.detach().clone() for parameter in (*model.parameters(), late))]
 
 
-@pytest.mark.parametrize(("make", "name"), [*((ZenFlowAdamW, name) for name in KNOBS), (ReferenceAdamW, "part")])
-def test_it_is_for_the_users_tensors(make: Any, name: str) -> None:
-    plain, under = (trained(default, KNOBS[name], make) for default in (None, "meta"))
+@pytest.mark.parametrize("name", by_day(["windows", "part"], all_of=list(KNOBS)))
+def test_it_is_for_the_users_tensors(name: str) -> None:
+    plain, under = (trained(default, KNOBS[name]) for default in (None, "meta"))
     assert all(bool(same_bits(a, b).all()) for a, b in zip(plain, under, strict=True))
 
 
@@ -115,10 +112,10 @@ class Deterministic(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("name", ["windows", "auto", "part"])
+@pytest.mark.parametrize("name", by_day(["part"], all_of=["windows", "auto", "part"]))
 def test_there_are_deterministic_algorithms_for_all_that_it_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = trained(None, KNOBS[name], ZenFlowAdamW)
+    plain = trained(None, KNOBS[name])
     monkeypatch.setenv("ZENFLOW_KERNELS", "eager")  # whose operations are torch's
     with Deterministic():
-        under = trained(None, KNOBS[name], ZenFlowAdamW)
+        under = trained(None, KNOBS[name])
     assert all(bool(same_bits(a, b).all()) for a, b in zip(plain, under, strict=True))

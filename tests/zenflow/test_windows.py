@@ -11,6 +11,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.tiers import by_day
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Block, Stack, assert_same_run, seeded, tokens_of, train
 from zenflow import CpuDevice, HostEngineError, ZenFlowAdamW, ZenFlowConfig
@@ -276,8 +278,13 @@ LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("kind", ["embedding.weight", "layers.1.inner.weight"])
+KINDS = ("embedding.weight", "layers.1.inner.weight")
+
+
+@pytest.mark.parametrize(
+    ("look", "kind"),
+    by_day([(look, KINDS[number % 2]) for number, look in enumerate(LOOKS)], all_of=list(product(LOOKS, KINDS))),
+)
 def test_whoever_looks_at_a_late_weight_sees_the_step(look: str, kind: str) -> None:
     trainer = held()
     weight = trainer.model.get_parameter(kind)
@@ -286,36 +293,6 @@ def test_whoever_looks_at_a_late_weight_sees_the_step(look: str, kind: str) -> N
     assert type(weight) is nn.Parameter
     assert type(seen) in (Tensor, nn.Parameter)
     assert bool(same_bits(seen.detach(), complete()[kind]).all())
-    trainer.finish()
-
-
-def test_what_is_known_without_the_values_waits_for_nothing() -> None:
-    trainer = held()
-    for weight in trainer.model.parameters():
-        assert weight.shape == weight.size()
-        assert (weight.dtype, weight.device.type, weight.requires_grad, weight.is_leaf) == (
-            torch.float32,
-            "cpu",
-            True,
-            True,
-        )
-        assert weight.numel() == weight.nelement() == len(weight) * weight.stride(0)
-        assert isinstance(weight, nn.Parameter)
-        assert weight.grad is not None
-    trainer.optimizer.zero_grad()
-    torch.optim.SGD(trainer.model.parameters(), lr=0.1).zero_grad()
-    assert not trainer.device.gate.is_set()
-    trainer.finish()
-
-
-def test_a_late_weight_looks_like_a_parameter() -> None:
-    trainer = held()
-    weight = trainer.model.get_parameter("embedding.weight")
-    made = type(weight)(torch.ones(2), requires_grad=False)
-    assert type(made) is nn.Parameter
-    assert not made.requires_grad
-    assert type(weight).__name__ == "Parameter"
-    assert not trainer.device.gate.is_set()
     trainer.finish()
 
 
@@ -369,24 +346,6 @@ def test_a_step_without_a_forward_waits_itself() -> None:
     trainer.finish()
 
 
-def test_pipeline_none_leaves_nothing_to_the_forward() -> None:
-    trainer = Trainer(seeded(Stack), ZenFlowConfig.zero_offload(), holds=False)
-    for _ in range(3):
-        trainer.step()
-    assert set(trainer.device.taken) == {"step"}
-    trainer.finish()
-
-
-def test_a_write_before_the_forward_that_waits_comes_after_the_late_update() -> None:
-    trainer = held()
-    open_soon(trainer)
-    with torch.no_grad():
-        trainer.model.get_parameter("embedding.weight").add_(1)
-    expected = complete()["embedding.weight"] + 1
-    assert torch.equal(trainer.model.get_parameter("embedding.weight"), expected)
-    trainer.finish()
-
-
 def test_an_error_of_a_late_host_is_raised_in_forward() -> None:
     trainer = held()
     trainer.device.broken = True  # the job at the gate included
@@ -394,46 +353,3 @@ def test_an_error_of_a_late_host_is_raised_in_forward() -> None:
         trainer.step()
     assert trainer.device.phase == "forward"
     trainer.optimizer.abandon()
-
-
-def test_the_hooks_do_not_outlive_the_optimizer() -> None:
-    model = seeded(Stack)
-    count = [len(part._forward_pre_hooks) for part in model.modules()]
-    trainer = Trainer(model)
-    trainer.step()
-    trainer.finish()
-    assert [len(part._forward_pre_hooks) for part in model.modules()] == [count[0] + 1, *count[1:]]
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_model_can_be_copied_right_after_a_step(late: bool) -> None:
-    """As weight averages do; with a late host as with one that is through."""
-    trainer = held()
-    open_soon(trainer)
-    if not late:
-        trainer.model.state_dict()
-    copied = copy.deepcopy(trainer.model)
-    assert [tensor.shape for tensor in copied.parameters()] == [tensor.shape for tensor in trainer.model.parameters()]
-    copied(tokens_of(1))
-    trainer.finish()
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_model_can_be_pickled_while_it_is_trained(late: bool) -> None:
-    model = seeded(Stack)
-    device = GatedHost()
-    optimizer = ZenFlowAdamW(model.parameters(), config=CONFIG, module=model, device=device)
-    for step in range(1, 4):
-        model(tokens_of(step)).backward()
-        if late and step == 2:
-            device.hold(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    threading.Timer(0.05, device.gate.set).start()
-    try:
-        again = pickle.loads(pickle.dumps(model))
-        assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
-        again(tokens_of(1))
-    finally:
-        device.gate.set()
-        optimizer.close()

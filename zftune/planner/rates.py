@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zenflow import Rig, ZenFlowConfig
+from zenflow import ZenFlowConfig
+from zftune.emulation import Rig
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.split import Split
 

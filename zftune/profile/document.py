@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zenflow import Rig
-from zftune.emulated import rig_document
+from zftune.emulation import Rig
+from zftune.emulation.machines import rig_document
 from zftune.profile import derive
 from zftune.profile.companions import TorchAdamW
 from zftune.profile.measure import Measurement, Task

@@ -13,13 +13,13 @@ from typing import Any, Generic, Self, TypeVar, overload
 import torch
 from torch import Tensor
 
-from zenflow import Device, EmulatedAccelerator, RigSpec, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow import Device, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import device_for
-from zenflow.emulator import Slack
 from zenflow.history import TimelineRecorder
-from zenflow.rig import Rig
-from zftune.emulated import MAX_LATE_SHARE
+from zftune.emulation import EmulatedAccelerator, Rig, RigSpec
+from zftune.emulation.emulator import Slack
+from zftune.emulation.machines import MAX_LATE_SHARE
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.companions import FusedAdamW, IdleProfiler, TorchAdamW, calibration_steps
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model

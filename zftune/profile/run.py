@@ -13,7 +13,7 @@ import torch
 
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.device import default_torch_device, device_name
-from zftune.emulated import DEFAULT_RIG, load_rig
+from zftune.emulation.machines import DEFAULT_RIG, load_rig
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.companions import TorchAdamW, several_ranks
 from zftune.profile.document import BASELINES, build_document, everybodys

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zenflow import CoverageCurve, Rig, ZenFlowConfig
+from zenflow import CoverageCurve, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
+from zftune.emulation import Rig
 from zftune.planner.choosing import HEADROOM, choose, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.memory import state_bytes

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from zenflow import Device, EmulatedAccelerator
+from zenflow import Device
 from zenflow.device import Transfer
-from zftune.emulated import MAX_LATE_SHARE
+from zftune.emulation import EmulatedAccelerator
+from zftune.emulation.machines import MAX_LATE_SHARE
 from zftune.errors import BadInputError
 from zftune.telemetry import NvmlSampler
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zenflow import EmulatedAccelerator, Rig, StepStats, ZenFlowConfig
+from zenflow import StepStats, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import ranks_with_rows
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
 from zftune.planner.model import Machine, ModelFacts

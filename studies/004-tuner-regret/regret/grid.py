@@ -10,7 +10,8 @@ from typing import Any
 from studykit import Job, code_digest
 
 from regret.scene import BASE, SETTINGS, Scene, scene_of
-from zenflow import RigSpec, ZenFlowAdamW
+from zenflow import ZenFlowAdamW
+from zftune.emulation import RigSpec
 from zftune.profile.measure import Training
 from zftune.tuner.space import Setting
 

@@ -9,8 +9,9 @@ from functools import cache, cached_property
 
 import torch
 
-from zenflow import RigSpec, ZenFlowConfig
-from zftune.emulated import load_rig
+from zenflow import ZenFlowConfig
+from zftune.emulation import RigSpec
+from zftune.emulation.machines import load_rig
 from zftune.planner.choosing import ranked
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, ModelFacts

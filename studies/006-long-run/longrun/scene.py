@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zenflow import Rig, RigSpec, ZenFlowConfig
-from zftune.emulated import load_rig
+from zenflow import ZenFlowConfig
+from zftune.emulation import Rig, RigSpec
+from zftune.emulation.machines import load_rig
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
 from zftune.tuner.space import Setting
 

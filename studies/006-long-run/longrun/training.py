@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from longrun.scene import ACTIVATION_BYTES, BASE, ELEMENTS, LAYERS, MEMORY_BYTES, PHASES, ROWS, WIDTH, Phase, spec
-from zenflow import EmulatedAccelerator, EmulatedMemory, StepStats, ZenFlowAdamW
+from zenflow import StepStats, ZenFlowAdamW
+from zftune.emulation import EmulatedAccelerator, EmulatedMemory
 
 _POWER = 0.75
 _BATCHES = 8

@@ -15,9 +15,9 @@ from typing import Any
 
 from longrun.scene import PHASES
 from longrun.training import Training
-from zenflow.emulator import Slack
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
+from zftune.emulation.emulator import Slack
 from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.tuner.guard import disturbance_of

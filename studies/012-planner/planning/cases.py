@@ -12,7 +12,8 @@ import torch
 
 from planning.allocator import replay
 from planning.record import RecordedAccelerator, Recorder, leave_out_host, leave_out_importance
-from zenflow import Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zftune.emulation import Rig
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES, choose
 from zftune.planner.closed_form import predict
 from zftune.planner.memory import CONTEXT_BYTES

@@ -17,10 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zenflow import EmulatedAccelerator
 from zenflow.device import HostSpan, Mark, Transfer
 from zenflow.host.memory import HostMemory
 from zenflow.kernels.base import Kernels
+from zftune.emulation import EmulatedAccelerator
 
 
 class Recorder(TorchDispatchMode):

@@ -13,7 +13,7 @@ import torch
 from studykit import Results, code_digest, percentile
 
 from zenflow import ZenFlowConfig
-from zftune.emulated import load_rig
+from zftune.emulation.machines import load_rig
 from zftune.planner.closed_form import floor
 from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates

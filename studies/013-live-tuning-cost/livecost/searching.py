@@ -13,7 +13,7 @@ import torch
 
 from zenflow import ZenFlowConfig
 from zenflow.device import default_torch_device
-from zftune.emulated import load_rig
+from zftune.emulation.machines import load_rig
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
 from zftune.tuner.executor import Executor, TuningContext, live_search

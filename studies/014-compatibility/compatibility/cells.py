@@ -141,7 +141,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 """The "zenflow" section of each of the idioms' columns."""
 LATE = tuple(SETTINGS)[-3:]
-"""Of these, those whose updates are late: what is right is not AdamW's weights, but `zenflow.reference`'s."""
+"""Of these, those whose updates are late: the right weights are those of `tests/support/oracle.py`, not AdamW's."""
 
 
 def ds_config(dtype: str, stage: int, zenflow: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:

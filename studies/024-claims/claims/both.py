@@ -12,7 +12,7 @@ from studykit import code_digest
 
 from claims.rigs import MODEL, NEVER, PLANNED_CODE, rig_inputs, rig_of
 from zenflow import ZenFlowConfig
-from zftune.emulated import load_rig, rig_names
+from zftune.emulation.machines import load_rig, rig_names
 from zftune.planner.choosing import published_budget
 from zftune.planner.closed_form import mean_staleness
 from zftune.planner.memory import state_bytes

@@ -11,8 +11,9 @@ import torch
 from studykit import Job, code_digest
 
 from claims import upstream
-from zenflow import Rig, StepStats, ZenFlowConfig
-from zftune.emulated import load_rig, rig_names
+from zenflow import StepStats, ZenFlowConfig
+from zftune.emulation import Rig
+from zftune.emulation.machines import load_rig, rig_names
 from zftune.planner.closed_form import floor
 from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates

@@ -16,12 +16,13 @@ from torch import nn
 
 import zftune
 from tests.zftune.tuner.scene import SyncWorker
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.errors import RankError
 from zftune.agent import steering
 from zftune.agent.schedule import BEGINNING, Entry, Recording, Replay, encode, read_schedule
 from zftune.agent.steering import RunHook, hook
 from zftune.daemon.client import autostart
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import BadInputError, DaemonError, OtherStoreError
 from zftune.quality import assumed_coverage
 from zftune.tuner.executor import Executor, TuningContext, live_search

@@ -194,7 +194,8 @@ def test_upstreams_zenflow(tmp_path: Path, overlap: str) -> None:
 
 
 RUNTIME = """
-        from zenflow import EmulatedAccelerator, RigSpec, ZenFlowAdamW, ZenFlowConfig
+        from zenflow import ZenFlowAdamW, ZenFlowConfig
+        from zftune.emulation import EmulatedAccelerator, RigSpec
 
         model = Small()
         timeline = {"forward_ms": 20, "backward_ms": 20, "d2h_ms": 5, "host_ms": 40, "h2d_ms": 5, "scale": 1}

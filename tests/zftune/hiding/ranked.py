@@ -14,8 +14,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune import hiding
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.hiding import FIRST_STEPS, follow
 
 RANKS = 2

@@ -15,9 +15,10 @@ from torch import nn
 
 import zftune
 from tests.tiers import by_day
-from zenflow import EmulatedAccelerator, HostMemoryError, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import HostMemoryError, ZenFlowAdamW, ZenFlowConfig
 from zftune import hiding
-from zftune.emulated import load_rig
+from zftune.emulation import EmulatedAccelerator, Rig
+from zftune.emulation.machines import load_rig
 from zftune.hiding import FIRST_STEPS, NOTHING_TO_HIDE_BEHIND, follow, waits_for_all
 from zftune.profile.measure import Task, Training
 from zftune.workload import load_text

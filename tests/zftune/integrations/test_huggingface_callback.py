@@ -21,7 +21,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import zftune
 from tests.tiers import by_day
 from tests.zftune.integrations.trainers import EXACT, LATE, furthest, same, tiny_model, trained, trainer, weights
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW
+from zenflow import ZenFlowAdamW
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import BadInputError
 from zftune.integrations.huggingface import ZFTuneCallback, zenflow_optimizer
 from zftune.tuner.space import Setting

@@ -17,8 +17,9 @@ from transformers import TrainerCallback
 import zftune
 from tests.tiers import by_day
 from tests.zftune.integrations.trainers import Tokens, tiny_model, trained
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.living import all_training
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import BadInputError
 from zftune.integrations.huggingface import AccelerateAdamW, ZFTuneCallback
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tests.tiers import by_day
 from tests.zenflow.rank_runs import Results, results_of_ranks
-from zenflow import EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import Partition, ZenFlowAdamW, ZenFlowConfig
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.planner.closed_form import floor
 from zftune.planner.memory import host_bytes
 from zftune.planner.model import ModelFacts

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.zftune.planner.conftest import MEGA, toy_rates, toy_split
-from zenflow import RigSpec, ZenFlowConfig
+from zenflow import ZenFlowConfig
+from zftune.emulation import RigSpec
 from zftune.planner.closed_form import floor
 from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates

@@ -11,8 +11,8 @@ import torch
 
 from tests.zftune.conftest import MINI_TIMELINE, rig_text
 from zenflow import ConfigError, ZenFlowConfig
-from zenflow.emulator import Slack
-from zftune.emulated import DEFAULT_RIG, load_rig, rig_names
+from zftune.emulation.emulator import Slack
+from zftune.emulation.machines import DEFAULT_RIG, load_rig, rig_names
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile import measure as module
 from zftune.profile.measure import Task, lateness, measure, steady, step_counts

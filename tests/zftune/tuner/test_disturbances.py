@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.nvml.scripted import HOPPER, Clock, here, machine, nvml_library
-from zenflow import CpuDevice, EmulatedAccelerator, Rig
+from zenflow import CpuDevice
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.telemetry import NvmlSampler
 from zftune.tuner.guard import GpuDisturbance, disturbance_of
 

@@ -17,7 +17,7 @@ from tests.zftune.tuner.scene import Scene
 from tests.zftune.tuner.surfaces import START, Recorded, make
 from zenflow import ZenFlowConfig
 from zftune.cli.presets import facts as shown
-from zftune.emulated import load_rig
+from zftune.emulation.machines import load_rig
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store

@@ -119,8 +119,8 @@ class Rows:
 
 def _rig(device: Device) -> dict[str, Any] | None:
     """The emulated accelerator, as the profile document has it; None for a real device."""
-    from zenflow import EmulatedAccelerator
-    from zftune.emulated import rig_document
+    from zftune.emulation import EmulatedAccelerator
+    from zftune.emulation.machines import rig_document
 
     if not isinstance(device, EmulatedAccelerator) or not device.slack.segments:
         return None

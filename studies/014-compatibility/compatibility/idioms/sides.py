@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from compatibility.idioms.script import DECAY, LR
+from tests.support.oracle import ReferenceAdamW
 from zenflow import CpuDevice, ZenFlowConfig, device
 from zenflow.device import Arrived, HostSpan, Mark, Transfer
-from zenflow.reference import ReferenceAdamW
 
 Make = Callable[[Iterable[nn.Parameter], nn.Module], torch.optim.Optimizer]
 

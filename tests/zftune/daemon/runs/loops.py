@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.session import Transport
 from zftune.daemon.protocol.codec import decode, encode
 from zftune.daemon.protocol.messages import Goodbye, Hello, Report
 from zftune.daemon.runs.registry import Registry, UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import DaemonError
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions

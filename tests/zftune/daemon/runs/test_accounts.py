@@ -19,7 +19,6 @@ from tests.seeds import fresh_seeds
 from tests.tiers import by_day
 from tests.zftune.daemon.runs.loops import Loop
 from tests.zftune.daemon.runs.worlds import World
-from zenflow import Rig
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.session import SLOW_S
 from zftune.daemon.runs.registry import Command
@@ -27,6 +26,7 @@ from zftune.daemon.runs.sampler_pool import SamplerPool
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import run_view
+from zftune.emulation import Rig
 from zftune.errors import DaemonError
 from zftune.explain.document import explain_document
 from zftune.store import open_store

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from zenflow import EmulatedAccelerator, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.tuner.executor import Verdict
 from zftune.tuner.rank_channel import LeaderMessage, RankMessage, StepMessages, UnheardError
 from zftune.tuner.rank_consensus import KnobConsensus

@@ -23,10 +23,11 @@ from tests.tiers import by_day, everything
 from tests.zenflow.rank_runs import results_of_ranks
 from tests.zftune.daemon.daemons import COMMAND, serving, short_folder, zftune
 from tests.zftune.samplers import FORKING
-from zenflow import EmulatedAccelerator, Partition, Rig, ZenFlowAdamW, ZenFlowConfig
+from zenflow import Partition, ZenFlowAdamW, ZenFlowConfig
 from zftune.attaching import attach_ranks
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
+from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.explain.document import explain_document
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates

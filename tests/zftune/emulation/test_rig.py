@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zenflow import ConfigError, RigSpec
+from zenflow import ConfigError
+from zftune.emulation import RigSpec
 
-RIGS = sorted((Path(__file__).parents[2] / "zftune" / "rigs").glob("*.toml"))
 RATES = """name = "r"
 [rates]
 link_d2h_gbps = 1.5
@@ -111,14 +111,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ConfigError, match="it is not TOML"):
         RigSpec.load(tmp_path / "binary.toml")
-
-
-@pytest.mark.parametrize("path", RIGS, ids=lambda path: path.stem)
-def test_the_rigs_of_the_studies_load(path: Path) -> None:
-    rig = RigSpec.load(path).for_elements(10**6)
-    assert rig.name == path.stem
-    assert rig.source
-
-
-def test_there_are_rigs() -> None:
-    assert len(RIGS) >= 4

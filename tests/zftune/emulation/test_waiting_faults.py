@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tests.zenflow.cases import same_bits
 from tests.zenflow.small import Stack, assert_same_run, seeded, train
-from zenflow import EmulatedAccelerator, Rig, ZenFlowConfig
+from zenflow import ZenFlowConfig
 from zenflow.deferred import DeferredTier
-from zenflow.errors import DeadlockError
 from zenflow.host.engine import Job
 from zenflow.host.gradient_log import GradientLog
+from zftune.emulation import EmulatedAccelerator, Rig
+from zftune.emulation.clock import DeadlockError
 
 CONFIG = ZenFlowConfig(topk_ratio=0.25, update_interval=2, select_interval=1000, bucket_bytes=200)
 TIMES = 3

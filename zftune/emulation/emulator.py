@@ -26,12 +26,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zenflow.clock import Clock, Queue, SimulatedClock
+from zenflow.clock import Clock, Queue
 from zenflow.device import Collective, HostSpan, Mark, OnHost, Transfer, in_backward
 from zenflow.errors import UnsupportedError, ZenFlowError
 from zenflow.late_weights import gathered_by, units_of
 from zenflow.ranks import latest
-from zenflow.rig import Rig
+from zftune.emulation.clock import SimulatedClock
+from zftune.emulation.rig import Rig
 
 
 @dataclass(slots=True)

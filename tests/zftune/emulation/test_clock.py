@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.zenflow.lines import Lines, raising
-from zenflow.clock import REAL_CLOCK, Clock, Queue, SimulatedClock
-from zenflow.errors import DeadlockError
+from zenflow.clock import REAL_CLOCK, Clock, Queue
+from zftune.emulation.clock import DeadlockError, SimulatedClock
 
 __all__ = ["raising"]
 
@@ -54,25 +54,6 @@ def test_time_begins_at_0_and_moves_straight_to_what_is_waited_for(clock: Simula
     assert clock.now() == 3600
     clock.sleep_until(10)  # is over
     assert clock.now() == 3600
-
-
-def test_it_moves_to_the_earliest_moment_first(clock: SimulatedClock) -> None:
-    seen: list[tuple[str, float]] = []
-
-    def sleeper(name: str, seconds: float) -> Callable[[], None]:
-        def sleep() -> None:
-            for _ in range(2):
-                clock.sleep(seconds)
-                seen.append((name, clock.now()))
-
-        return sleep
-
-    for name, seconds in (("slow", 5.0), ("fast", 2.0)):
-        started(clock, sleeper(name, seconds), name)
-    clock.sleep(7)
-    seen.append(("main", clock.now()))
-    clock.sleep(100)
-    assert seen == [("fast", 2), ("fast", 4), ("slow", 5), ("main", 7), ("slow", 10)]
 
 
 def test_time_stands_still_while_a_thread_runs(clock: SimulatedClock) -> None:
@@ -176,12 +157,6 @@ def test_whoever_looks_whether_a_thread_lives_is_told_when_it_ends(either: Clock
     while not never.wait(either.poll_s) and thread.is_alive():
         pass
     assert not thread.is_alive()
-
-
-def test_a_limit_is_kept_beside_others_that_wait_for_ever(clock: SimulatedClock) -> None:
-    started(clock, clock.event("nothing").wait)
-    assert not clock.event("nothing either").wait(5)
-    assert clock.now() == 5
 
 
 def test_a_thread_without_part_takes_part_while_it_waits(clock: SimulatedClock) -> None:
@@ -317,34 +292,6 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
     assert not thread.is_alive()
 
 
-class StruckGate:
-    """A thread's gate, at which Ctrl-C comes in the midst of handing the turn over."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.acquire = self._lock.acquire
-        self.acquire()
-
-    def release(self) -> None:
-        signal.raise_signal(signal.SIGINT)
-        self._lock.release()
-
-
-def test_an_interrupt_while_the_turn_is_handed_over_comes_afterwards(clock: SimulatedClock) -> None:
-    there, back = clock.queue("there"), clock.queue("back")
-    worker = clock.thread(lambda: back.put(there.get()), "worker")
-    worker._party.gate = StruckGate()  # type: ignore[attr-defined]
-    worker.start()
-    there.put(1)
-    with pytest.raises(KeyboardInterrupt):
-        clock.sleep(1)
-    there.put(1)
-    with contextlib.suppress(KeyboardInterrupt):
-        worker.join()
-    worker.join()
-    assert back.get() == 1
-
-
 def rounds(clock: SimulatedClock, there: Queue[float | None], back: Queue[float]) -> None:
     for _ in range(2):
         there.put(1.0)
@@ -374,12 +321,6 @@ def interrupted(at: int | None) -> int:
     assert clock.now() == before_s + 5, f"line {at}"
     clock.close()
     return lines.count
-
-
-@pytest.mark.usefixtures("raising")
-def test_an_interrupt_at_any_line_stops_nobody() -> None:
-    for at in range(1, interrupted(None) + 1):
-        interrupted(at)
 
 
 # --- what cannot end -------------------------------------------------------------------------------------------------

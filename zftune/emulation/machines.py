@@ -1,4 +1,4 @@
-"""Emulated hardware (rigs): those that come with zftune or a user has, and what a run on one shows of itself."""
+"""The rigs that come with zftune or a user has, and a rig's part of a profile."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zenflow import ConfigError
+from zftune.emulation.emulator import Slack
+from zftune.emulation.rig import Rig, RigSpec
 from zftune.errors import BadInputError
 from zftune.text import one_of
-
-if TYPE_CHECKING:
-    from zenflow import RigSpec
-    from zenflow.emulator import Slack
-    from zenflow.rig import Rig
 
 MAX_LATE_SHARE = 0.01
 """Share of segments (or of host time) that may be late before a run on a rig in real time is refused."""
@@ -34,8 +32,6 @@ def load_rig(name_or_file: str) -> RigSpec:
     Raises:
         BadInputError: there is no such rig, or its file is not a valid rig.
     """
-    from zenflow import ConfigError, RigSpec
-
     names = rig_names()
     if name_or_file not in names and not _exists(Path(name_or_file)):
         one_of("--rig", name_or_file, [*names, "none"], "a TOML file")
