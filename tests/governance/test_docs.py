@@ -306,7 +306,6 @@ def test_every_setting_and_every_public_variable_has_a_sentence() -> None:
         variables.STOP,
         variables.TRIAL,
         variables.RUN,
-        variables.RUN_TOP,
         variables.FRESH,
     }
     assert set(variables.READ) - internal == {*variables.PUBLIC, *VARIABLES}
