@@ -221,7 +221,10 @@ def test_another_trainings_optimizer_takes_over(tmp_path: Path) -> None:
     ("lines", "waits"),
     [([], "a Python that zftune's agent can enter"), ([HEADER], "1 so far, of which --warmup discards 5")],
 )
-def test_what_a_profile_waits_for(tmp_path: Path, lines: list[Row], waits: str) -> None:
+def test_what_a_profile_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Row], waits: str
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     if lines:
         write(tmp_path, *lines)
     assert str(waits_for(tmp_path, 5)).endswith(waits)
