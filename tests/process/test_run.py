@@ -221,7 +221,7 @@ finally:
 @pytest.mark.usefixtures("every_fault")
 def test_a_checkpoint_of_zero_is_refused_in_a_sentence(tmp_path: Path) -> None:
     upstream_ops.need()
-    done = run(tmp_path, PYTHON, "-c", ZERO, **upstream_ops.environment())
+    done = run(tmp_path, PYTHON, "-c", ZERO, options=(), **upstream_ops.environment())
     assert done.returncode == 2, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     assert "the script's own finally" in done.stdout

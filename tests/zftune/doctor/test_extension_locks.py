@@ -9,7 +9,6 @@ import pytest
 from torch.utils._filelock import FileLock
 from torch.utils.file_baton import FileBaton
 
-from zftune.agent.bootstrap.sitecustomize import Notes
 from zftune.doctor import software
 from zftune.doctor.check import Check
 from zftune.doctor.software import deepspeed_checks, extension_locks, left_locks
@@ -97,7 +96,6 @@ def test_they_are_looked_for_where_torch_makes_them(name: str, tmp_path: Path, m
 
 def test_a_profile_that_waits_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    (tmp_path / Notes.FILE).write_bytes(Notes.PYTHON + Notes.TORCH)
     killed(tmp_path / "extensions" / "cpu_adam")
     assert 'End this run, remove it (rm "$TORCH_EXTENSIONS_DIR"/cpu_adam/lock), and start again' in str(
         waits_for(tmp_path, 5)

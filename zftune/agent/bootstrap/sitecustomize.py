@@ -27,8 +27,8 @@ STEERING = (
     ("schedule", "nothing is replayed"),
     ("export_schedule", "no schedule is written"),
 )
-told = []  # by this process: what is to be told once
-called = []  # not empty once deepspeed.initialize was called
+told: Any = []  # by this process: what is to be told once
+called: Any = []  # not empty once deepspeed.initialize was called
 
 
 class Watcher:
@@ -154,7 +154,7 @@ def look_on(_torch: Any) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
     except ImportError:  # of an old torch
         return
-    looked = []
+    looked: Any = []
 
     def steps(optimizer: Any, *_: Any) -> None:
         if not is_compiling() and not looked:
