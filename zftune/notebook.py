@@ -127,7 +127,7 @@ def profile_steps(train: Callable[[], object], *, steps: int = 60, warmup: int =
         ranks = read_records(Path(folder))
         chosen = measured(ranks)
         if not chosen:
-            raise ProfileError(nothing_recorded([sys.executable], ranks, 0, warmup, Seen(b"pt")))
+            raise ProfileError(nothing_recorded([sys.executable], ranks, 0, warmup, Seen()))
         return Shown(build_document(chosen, Ended(None, stopped=False), sampling))
 
 

@@ -307,7 +307,6 @@ def test_every_setting_and_every_public_variable_has_a_sentence() -> None:
         variables.STEPS,
         variables.STOP,
         variables.RUN,
-        variables.RUN_TOP,
         variables.FRESH,
     }
     assert set(variables.READ) - internal == {*variables.PUBLIC, *VARIABLES}

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.process.conftest import PYTHON, Run, command_line, environment, is_running, wait_for
+from tests.tiers import by_day
 
 # Each writes its own process number into the file, then does what its name says: for longer than a profile may take.
 STAY = "open('stays', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
@@ -34,7 +36,7 @@ def left(folder: Path) -> list[int]:
     return [int(line) for line in (folder / "stays").read_text().split()]
 
 
-@pytest.mark.parametrize("kind", LEAVE)
+@pytest.mark.parametrize("kind", by_day(["daemon", "stopped"], all_of=list(LEAVE)))
 def test_what_is_left_behind_is_ended(python: Run, tmp_path: Path, kind: str) -> None:
     ended = python(f"{IMPORTS}steps.train()\n{LEAVE[kind]}\n{WAIT}sys.exit(3)").is_clean()
     assert ended.code == 3
@@ -99,8 +101,13 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 GRANDCHILD = "grandchild = subprocess.Popen(['sleep', '100'])\nopen('stays', 'w').write(f'{grandchild.pid}\\n')\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-@pytest.mark.parametrize("to", ["profile", "group"])
+@pytest.mark.parametrize(
+    ("signum", "to"),
+    by_day(
+        [(signal.SIGTERM, "profile"), (signal.SIGINT, "group")],
+        all_of=list(product([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ["profile", "group"])),
+    ),
+)
 def test_a_signal_reaches_the_command_once_and_the_report_is_made(
     tmp_path: Path, signum: signal.Signals, to: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import signal
@@ -14,53 +13,51 @@ from typing import Any
 
 import pytest
 
+from tests import upstream_ops, zygote
 from tests.tiers import by_day
+from zftune.agent.bootstrap import sitecustomize
 
 ZFTUNE = [str(Path(sys.executable).with_name("zftune"))]
 PYTHON = sys.executable
+BARE = sys.base_prefix + "/bin/python3"
+"""A Python without zftune."""
+FAKE = "__version__ = '0.19.6'\ndef initialize(model=None, config=None): return 'plain'\n"
+WRAPPED = "import deepspeed; print(hasattr(deepspeed.initialize, '__zftune_original__'), deepspeed.initialize())"
+STEP = "import torch\ntorch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0).step()\n"
+CALL = "import deepspeed\ndeepspeed.initialize()\n"
 
 
-def run(*command: object, options: tuple[str, ...] = (), **more: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command under `zftune run`."""
-    environment = {**os.environ, **more.pop("env", {})}
-    words = [*ZFTUNE, "run", *options, "--", *map(str, command)]
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=90, **more)
+def begin(*command: str, **more: Any) -> subprocess.Popen[str]:
+    """A real process of `zftune run`."""
+    return subprocess.Popen([*ZFTUNE, "run", "--", *command], text=True, **more)
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Path:
-    """A folder with a module `deepspeed` that says whether it was wrapped."""
-    (tmp_path / "deepspeed.py").write_text(
-        '__version__ = "0.19.6"\n'
-        "def initialize(args=None, model=None, optimizer=None, config=None):\n"
-        '    return "plain"\n'
-    )
+def folder(tmp_path: Path) -> Path:
+    """With a module `deepspeed` that has nothing but `initialize`."""
+    (tmp_path / "deepspeed.py").write_text(FAKE)
     return tmp_path
 
 
-@pytest.mark.parametrize("code", by_day([0, 77], all_of=[0, 1, 2, 77, 255]))
-def test_the_exit_code_is_the_commands(code: int) -> None:
-    done = run(PYTHON, "-c", f"import sys; print('out'); print('err', file=sys.stderr); sys.exit({code})")
-    assert (done.returncode, done.stdout) == (code, "out\n")
-    said, rest = done.stderr.split("zftune: no call of deepspeed.initialize came, ")  # test_run_nothing.py
-    assert (said, rest.count("\n")) == ("err\n", 1)
+def run(folder: Path, *words: str, options: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
+    """`zftune run` in a process that is forked."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **env}
+    return zygote.zftune("run", *options, "--", *words, env=environment, cwd=folder, timeout=120)
 
 
-@pytest.mark.parametrize(
-    "name", by_day(["SIGKILL", "SIGINT"], all_of=["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGHUP"])
-)
+@pytest.mark.parametrize("code", by_day([77], all_of=[0, 1, 77, 255]))
+def test_it_is_the_same_process_with_the_commands_exit_code(code: int) -> None:
+    script = f"import os, sys; print(os.getpid()); print('err', file=sys.stderr); sys.exit({code})"
+    begun = begin(PYTHON, "-c", script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = begun.communicate(timeout=60)
+    assert (begun.returncode, int(out), err) == (code, begun.pid, "err\n")
+
+
+@pytest.mark.parametrize("name", by_day(["SIGTERM"], all_of=["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGHUP"]))
 def test_a_signal_that_ends_it_is_seen_as_its_own(name: str) -> None:
-    number = signal.Signals[name]
-    done = run(PYTHON, "-c", f"import os, signal; signal.signal({int(number)}, 0) if {int(number)} != 9 else 0; "
-               f"os.kill(os.getpid(), {int(number)})")  # fmt: skip
-    assert done.returncode == -number
-
-
-def test_it_is_the_same_process() -> None:
-    script = "import os; print(os.getpid())"
-    started = subprocess.Popen([*ZFTUNE, "run", "--", PYTHON, "-c", script], stdout=subprocess.PIPE, text=True)
-    out, _ = started.communicate(timeout=60)
-    assert int(out) == started.pid
+    """Behind a wrapper, too."""
+    begun = begin("bash", "-c", f"kill -{name[3:]} $$")
+    assert begun.wait(60) == -signal.Signals[name]
 
 
 def test_a_pipe_that_is_closed_ends_it_as_in_a_shell() -> None:
@@ -68,30 +65,28 @@ def test_a_pipe_that_is_closed_ends_it_as_in_a_shell() -> None:
     done = subprocess.run(
         ["bash", "-c", f"{words} | head -1; exit ${{PIPESTATUS[0]}}"], capture_output=True, check=False
     )
-    assert done.stdout == b"y\n"
-    assert done.returncode == 128 + signal.SIGPIPE
+    assert (done.stdout, done.returncode) == (b"y\n", 128 + signal.SIGPIPE)
 
 
 def test_ctrl_c_goes_to_the_command_alone() -> None:
     wait = (
-        "try:\n    print('ready', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    raise SystemExit(5)"
+        "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    exit(5)"
     )
-    script = f"import time\n{wait}"
-    started = subprocess.Popen([*ZFTUNE, "run", "--", PYTHON, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert started.stdout is not None
-    assert started.stdout.readline() == "ready\n"
-    started.send_signal(signal.SIGINT)
-    assert started.wait(30) == 5
-    started.stdout.close()
+    begun = begin(PYTHON, "-c", wait, stdout=subprocess.PIPE)
+    assert begun.stdout is not None
+    assert begun.stdout.readline() == "ready\n"
+    begun.send_signal(signal.SIGINT)
+    assert begun.wait(30) == 5
+    begun.stdout.close()
 
 
 def test_it_has_the_terminal() -> None:
     ours, theirs = pty.openpty()
-    script = "import os, sys; print(sys.stdin.isatty(), sys.stdout.isatty(), input())"
-    started = subprocess.Popen([*ZFTUNE, "run", "--", PYTHON, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs)
+    script = "import sys; print(sys.stdin.isatty(), sys.stdout.isatty(), input())"
+    begun = begin(PYTHON, "-c", script, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.write(ours, b"typed\n")
-    assert started.wait(60) == 0
+    assert begun.wait(60) == 0
     said = b""
     with contextlib.suppress(OSError):  # where nobody has the terminal any more, its end is one
         while part := os.read(ours, 4096):
@@ -100,87 +95,135 @@ def test_it_has_the_terminal() -> None:
     os.close(ours)
 
 
-def test_deepspeed_is_wrapped_once_it_is_imported(fake: Path) -> None:
-    script = "import deepspeed; print(hasattr(deepspeed.initialize, '__zftune_original__'), deepspeed.initialize())"
-    done = run(PYTHON, "-c", script, env={"PYTHONPATH": str(fake)})
-    assert done.stdout == "True plain\n", done.stderr
-
-
-def test_zftune_disable_leaves_everything_alone(fake: Path) -> None:
-    script = (
-        "import deepspeed, os; print(hasattr(deepspeed.initialize, '__zftune_original__'), 'ZFTUNE_RUN' in os.environ)"
-    )
-    done = run(PYTHON, "-c", script, env={"PYTHONPATH": str(fake), "ZFTUNE_DISABLE": "1"})
-    assert done.stdout == "False False\n", done.stderr
-
-
-def test_a_python_without_zftune_runs_untouched_and_says_so(fake: Path) -> None:
-    script = "import deepspeed; print(deepspeed.initialize())"
-    done = run(PYTHON, "-S", "-c", f"import sys; sys.path.insert(0, {str(fake)!r}); {script}")
-    assert done.stdout == "plain\n"  # -S: no site, no sitecustomize
-    bare = Path(sys.base_prefix) / "bin" / "python3"
-    done = run(bare, "-c", script, env={"PYTHONPATH": str(fake)}, cwd=fake)
-    assert done.stdout == "plain\n", done.stderr
-    assert "zftune: this Python has no zftune" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_ranks_beyond_the_first_are_silent(fake: Path) -> None:
-    bare = Path(sys.base_prefix) / "bin" / "python3"
-    done = run(bare, "-c", "import deepspeed", env={"PYTHONPATH": str(fake), "RANK": "1"}, cwd=fake)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-BAD: list[tuple[tuple[str, ...], dict[str, Any] | None, str]] = [
-    (("--backend", "torch"), None, "--backend is 'torch'; it must be zenflow or deepspeed"),
-    (("--quality", "best"), None, "--quality is 'best'; it must be exact, published or loose"),
-    (("--preset", "mine"), None, "preset 'mine' is not in the store, which has no presets yet: `zftune tune`"),
-    (("--fresh",), None, "--fresh needs --online, whose search begins anew then"),
-    (("--preset", "./mine.json"), None, "mine.json"),
-    (
-        (),
-        {"zftune": {"preset": "theirs"}},
-        "preset 'theirs' is not in the store, which has no presets yet: `zftune tune`",
-    ),
-    ((), {"zftune": {"online": 1}}, "zftune.online is 1; it must be true or false"),
-]
-
-
 @pytest.mark.parametrize(
-    ("options", "config", "sentence"),
-    by_day(BAD[::3], all_of=BAD),
-)
-def test_bad_input_is_known_before_anything_starts(
-    tmp_path: Path, options: tuple[str, ...], config: Any, sentence: str
-) -> None:
-    file = tmp_path / "ds_config.json"
-    file.write_text(json.dumps(config or {}))
-    done = run(
-        PYTHON, "-c", "print('started')", "--deepspeed", file,
-        options=options, env={"ZFTUNE_DB": str(tmp_path / "z.db")}, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_fresh_is_said_to_whoever_attaches(tmp_path: Path) -> None:
-    nowhere = {"ZFTUNE_SOCKET": str(tmp_path / (120 * "x")), "ZFTUNE_DB": str(tmp_path / "z.db")}
-    code = "import os; print(os.environ.get('ZFTUNE_FRESH'), os.environ['ZFTUNE_ONLINE'])"
-    for options, said in ((("--online", "--fresh"), "1 daemon\n"), (("--online",), "None daemon\n")):
-        assert run(PYTHON, "-c", code, options=options, env=nowhere).stdout == said
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
+    ("command", "out", "err"),
     [
-        (("no-such-program",), "CMD 'no-such-program' cannot be run (No such file or directory)"),
-        (("/",), "CMD '/' cannot be run (Permission denied)"),
-        ((), "CMD is missing: give a program with its arguments, such as: -- python train.py"),
+        ((PYTHON, "-c", WRAPPED), "True plain\n", ""),
+        (("bash", "-c", f'{PYTHON} -c "{WRAPPED}"'), "True plain\n", ""),
+        ((PYTHON, "-I", "-c", "print('untouched')"), "untouched\n", ""),
+        ((BARE, "-c", WRAPPED), "False plain\n", "zftune: this Python has no zftune"),
     ],
+    ids=["python", "a wrapper", "a Python that ignores it", "a Python without zftune"],
 )
-def test_a_command_that_cannot_be_run(command: tuple[str, ...], sentence: str) -> None:
-    done = run(*command)
-    assert done.returncode == 2
-    assert sentence in done.stderr
+def test_who_is_reached(folder: Path, command: tuple[str, ...], out: str, err: str) -> None:
+    done = run(folder, *command)
+    assert (done.returncode, done.stdout) == (0, out), done.stderr
+    assert done.stderr.startswith(err)
+    assert done.stderr.count("\n") == (err != "")
+
+
+def test_zftune_disable_leaves_everything_alone(folder: Path) -> None:
+    """The "zftune" section of a ds_config is not read either."""
+    (folder / "ds.json").write_text('{"zftune": {"quality": "best"}}')
+    words = (PYTHON, "-c", f"{WRAPPED}; import os; print('ZFTUNE_RUN' in os.environ)", "--deepspeed", "ds.json")
+    done = run(folder, *words, options=("--online",), ZFTUNE_DISABLE="1", ZFTUNE_SOCKET=str(folder / "z.sock"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False plain\nFalse\n", "")
+    assert run(folder, *words, ZFTUNE_DISABLE="0").returncode == 2
+    assert not (folder / "z.sock.log").exists()
+
+
+def test_every_rank_of_torchrun_is_reached(folder: Path) -> None:
+    """One of them speaks for all."""
+    reached = "import deepspeed, os\nopen(os.environ['RANK'], 'w').write(deepspeed.initialize.__zftune_original__())\n"
+    (folder / "train.py").write_text(reached + STEP)
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(folder, *launch, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [(folder / rank).read_text() for rank in "01"] == ["plain", "plain"]
+    assert done.stderr.count(sitecustomize.NOTHING) == 1
+
+
+IN_A_CHILD = f"""import multiprocessing
+child = multiprocessing.get_context('fork').Process(target=exec, args=({STEP!r}, {{}}))
+child.start()
+child.join()"""
+TOLD: dict[str, tuple[str, str, str]] = {
+    "a loop of its own": ("", STEP, sitecustomize.NOTHING),
+    "what steps first": ("", STEP + CALL, sitecustomize.NOTHING),
+    "tuned": ("--online", STEP, "zftune: nothing is tuned: the first step was SGD's"),
+    "replayed": ("--schedule s.json", STEP, "zftune: nothing is replayed: the first step was SGD's"),
+    "recorded": ("--export-schedule o.json", CALL + STEP, "zftune: no schedule is written: the first step was SGD's"),
+    "DeepSpeed": ("", CALL + STEP, ""),
+    "nothing trains": ("--online", "import torch", ""),
+    "a process of multiprocessing": ("", IN_A_CHILD, ""),
+}
+
+
+@pytest.mark.parametrize("name", by_day(["a loop of its own", "tuned", "DeepSpeed"], all_of=list(TOLD)))
+def test_why_nothing_comes_of_it_is_told_at_the_first_step(folder: Path, name: str) -> None:
+    options, code, told = TOLD[name]
+    (folder / "s.json").write_text('{"zftune_schedule": 1, "steps": []}')
+    own = {"ZFTUNE_SOCKET": str(folder / (120 * "x")), "ZFTUNE_DB": str(folder / "z.db")}
+    done = run(folder, PYTHON, "-c", f"{code}\nprint('trained')", options=tuple(options.split()), **own)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    lines = [line for line in done.stderr.splitlines() if "until there is a daemon" not in line]
+    assert len(lines) == (told != "")
+    assert all(line.startswith(told) and line.endswith(sitecustomize.ONE_LINE) for line in lines)
+    assert not (folder / "o.json").exists()
+
+
+def test_ranks_beyond_the_first_are_silent(folder: Path) -> None:
+    assert run(folder, PYTHON, "-c", STEP, RANK="1").stderr == ""
+    assert run(folder, BARE, "-c", "import deepspeed", RANK="1").stderr == ""
+
+
+def test_the_line_that_it_names_works() -> None:
+    scope: dict[str, Any] = {}
+    exec("import torch, zenflow; model = torch.nn.Linear(2, 2)", scope)
+    exec(sitecustomize.ONE_LINE, scope)
+    scope["optimizer"].close()
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("from zftune.errors import BadInputError\nraise BadInputError('stage is 9')", "zftune: stage is 9\n"),
+        (
+            "deepspeed.initialize(model=object(), config='folder/no.json')",
+            "zftune: ds_config 'folder/no.json': there is no such file\n",
+        ),
+    ],
+    ids=["by us", "a file that DeepSpeed would take for base64"],
+)
+def test_what_is_refused_while_it_runs_is_a_sentence_and_2(folder: Path, code: str, told: str) -> None:
+    done = run(folder, PYTHON, "-c", f"import deepspeed\n{code}")
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+ZERO = """
+import os, socket, sys
+import deepspeed, torch
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+
+def engine(zero):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, **zero},
+    }
+    model = torch.nn.Linear(8, 8)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+plain = engine({"reduce_bucket_size": 1000, "allgather_bucket_size": 1000})
+plain.save_checkpoint("saved")
+ours = engine({"offload_optimizer": {"device": "cpu"}})
+try:
+    ours.load_checkpoint("saved")
+finally:
+    print("the script's own finally")
+"""
+
+
+@pytest.mark.usefixtures("every_fault")
+def test_a_checkpoint_of_zero_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    upstream_ops.need()
+    done = run(tmp_path, PYTHON, "-c", ZERO, options=(), **upstream_ops.environment())
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert "the script's own finally" in done.stdout
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("zftune: the checkpoint")]
+    assert "zftune checkpoint import" in sentence

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import upstream_ops, zygote
+from tests.tiers import by_day
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
@@ -76,7 +77,7 @@ def losses(tmp_path: Path, script: str, *options: str) -> tuple[list[float], str
     return found, out + errors
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "zenflow"])
+@pytest.mark.parametrize("script", by_day(["minimal"], all_of=["minimal", "zero_offload", "trainer"]))
 def test_an_example_trains_alike_with_both_backends(tmp_path: Path, script: str) -> None:
     upstream_ops.need()
     ours, said = losses(tmp_path, script, "--backend", "zenflow")

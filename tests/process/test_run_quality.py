@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import upstream_ops, zygote
+from tests.tiers import by_day
 from zftune.hiding import NOTHING_TO_HIDE_BEHIND
 
 SCRIPT = """
@@ -41,14 +42,15 @@ PUBLISHED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("quality", "knobs", "lines"),
-    [
-        ("", "0.0 1 1 False", [EXACT, f"zftune: {NOTHING_TO_HIDE_BEHIND}"]),
-        ("published", "0.1 4 4 True", [PUBLISHED]),
-    ],
-)
+CASES = [
+    ("published", "0.1 4 4 True", [PUBLISHED]),
+    ("", "0.0 1 1 False", [EXACT, f"zftune: {NOTHING_TO_HIDE_BEHIND}"]),
+]
+
+
+@pytest.mark.parametrize(("quality", "knobs", "lines"), by_day(CASES[:1], all_of=CASES))
 def test_a_plain_config_on_a_plain_cpu(tmp_path: Path, quality: str, knobs: str, lines: list[str]) -> None:
+    upstream_ops.need()
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
     environment = {**os.environ, **upstream_ops.environment(), "ZFTUNE_DB": str(tmp_path / "z.db")}

@@ -44,7 +44,7 @@ HARD = {
     "thread": ("worker = threading.Thread(target=training.train); worker.start(); worker.join()", 0, 5),
     "exec": ("os.environ['PYTHONPATH'] = ''; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0, 0),
 }
-BY_DAY = ["plain", "kill", "fork", "exec"]
+BY_DAY = ["kill", "fork"]
 
 
 @pytest.mark.parametrize("name", by_day(BY_DAY, all_of=list(HARD)))
@@ -75,7 +75,7 @@ def test_a_training_that_never_steps(python: Run) -> None:
     ended.says("no optimizer stepped")
 
 
-@pytest.mark.parametrize("flag", by_day(["-I", "-S"], all_of=["-I", "-E", "-S", "-Es", "-sI"]))
+@pytest.mark.parametrize("flag", by_day(["-I"], all_of=["-I", "-E", "-S", "-Es", "-sI"]))
 def test_an_interpreter_that_keeps_the_agent_out(profile: Run, flag: str) -> None:
     ended = profile(PYTHON, flag, "-c", "print('ran')").is_clean()
     assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
@@ -93,7 +93,7 @@ SITECUSTOMIZE: dict[str, tuple[str, bytes | None]] = {
 """Of a user, and what the training then prints; None: it does not begin."""
 
 
-@pytest.mark.parametrize("kind", by_day(["good", "raises", "exits"], all_of=list(SITECUSTOMIZE)))
+@pytest.mark.parametrize("kind", by_day(["good", "raises"], all_of=list(SITECUSTOMIZE)))
 def test_a_sitecustomize_of_the_users(profile: Run, tmp_path: Path, kind: str) -> None:
     text, seen = SITECUSTOMIZE[kind]
     folder = tmp_path / "site"
@@ -127,7 +127,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_python_without_torch(profile: Run, other_python: Path) -> None:
     ended = profile(other_python, "-c", "print('ran')").is_clean()
     assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
-    ended.says("no Python of the command imported torch")
+    ended.says("no optimizer of torch took a step")
 
 
 @pytest.mark.parametrize("version", [None, "0.0.1"])

@@ -12,19 +12,16 @@ from zftune.integrations.deepspeed.section import Section
 _FIELDS = ("preset", "online", "quality", "backend")
 
 
-def begin(
-    module: Any, wanted: Mapping[str, Any], called: Callable[[], None], refused: Callable[[], None] = lambda: None
-) -> None:
+def begin(module: Any, wanted: Mapping[str, Any], called: Callable[[], None]) -> None:
     """Wrap, and let the first rank's lines be seen, and refusals without a traceback.
 
     Args:
         module: `deepspeed`, just imported.
         wanted: what `zftune run` was asked for.
         called: told of each call of `deepspeed.initialize`.
-        refused: told where that ends the process with a sentence.
     """
     show_lines(quiet=bool(wanted.get("quiet")))
     show_refusals()
     when_called(called)
     section = Section(**{name: wanted[name] for name in _FIELDS if wanted.get(name) is not None})
-    wrap(module, section, ends_process=True, refused=refused)
+    wrap(module, section, ends_process=True)

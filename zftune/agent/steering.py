@@ -47,13 +47,12 @@ class RunHook(Protocol):
         """Called after each step."""
 
 
-def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Callable[[], None]) -> None:
+def begin(wanted: Mapping[str, Any], when_imported: WhenImported) -> None:
     """Do what is asked for with each zenflow optimizer, from its first step on.
 
     Args:
         wanted: what `zftune run` was asked for.
         when_imported: calls back once a module of some name is there.
-        followed: told when an optimizer takes its first step.
 
     Raises:
         BadInputError: the schedule cannot be read any more.
@@ -71,15 +70,14 @@ def begin(wanted: Mapping[str, Any], when_imported: WhenImported, followed: Call
         parts.append(Replay(wanted["schedule"]))
     if wanted.get("online"):
         parts.append(Online(wanted.get("quality"), when_imported))
-    hook(parts, followed)
+    hook(parts)
 
 
-def hook(parts: list[RunHook], followed: Callable[[], None]) -> Callable[[], None]:
+def hook(parts: list[RunHook]) -> Callable[[], None]:
     """Let parts see the steps of zenflow's optimizers.
 
     Args:
         parts: in this order.
-        followed: told when an optimizer takes its first step.
 
     Returns:
         What removes the hooks.
@@ -91,7 +89,6 @@ def hook(parts: list[RunHook], followed: Callable[[], None]) -> Callable[[], Non
             return
         if optimizer not in seen:
             seen.add(optimizer)
-            followed()
             for part in parts:
                 part.begin(optimizer)
         for part in parts:

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand
 
 from zftune.cli.outputs import Outputs, wrote
-from zftune.cli.run import tell_missing
 from zftune.errors import BadInputError, ZftuneError
 from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.text import byte_count
@@ -220,7 +219,6 @@ def _profile_command(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Run it, then show its profile on standard error; standard output is the command's. Ends with its exit code."""
     from zftune.profile.command.run import CommandOptions, profile_command
 
-    tell_missing(given["command"])
     named = {name: given[name] for name in ("steps", "warmup") if given[name] is not None}
     told: dict[str, Any] = {"on_stop": partial(_say_it_ends, given["command"]), "on_silence": _say}
     options = CommandOptions(command=given["command"], stop=given["stop"], **told, **named)

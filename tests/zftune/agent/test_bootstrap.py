@@ -89,22 +89,6 @@ def test_none_at_all_leaves_ours(tmp_path: Path) -> None:
     assert with_us.stderr == ""
 
 
-def test_it_leaves_notes_of_what_it_saw(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").touch()
-    for code, notes in (("pass", b"p"), ("import torch", b"pt")):
-        folder = tmp_path / str(len(notes))
-        folder.mkdir()
-        env = environ(folder, PYTHONPATH=str(tmp_path))
-        previous = os.umask(0o777)
-        try:
-            child = run([sys.executable, "-c", code], folder, env, started=True)
-        finally:
-            os.umask(previous)
-        assert (child.stdout, child.stderr) == ("", "")
-        assert (folder / "notes").read_bytes() == notes
-        assert (folder / "notes").stat().st_mode & 0o777 == 0o600
-
-
 def test_torch_is_only_looked_for_not_imported(tmp_path: Path) -> None:
     with_us, _ = python(
         tmp_path / "r",

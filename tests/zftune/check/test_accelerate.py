@@ -15,7 +15,7 @@ from zftune.ds_config.reading import given, read
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.integrations.deepspeed.check.findings import Report
-from zftune.integrations.deepspeed.named import named_by
+from zftune.integrations.deepspeed.command_line import named_by
 
 ROOT = Path(__file__).parents[3]
 HEAD = """

@@ -34,8 +34,6 @@ NOT_TRIED = {
     "not-judged": "a note, test_verdict.py",
     "misspelled-name": "what nobody reads raises nowhere, test_fixing.py",
     "zenflow-guard": "a note, test_spawning.py",
-    "auto-in-own-loop": "about the script, test_rules.py",
-    "zenflow-no-guard": "about the script, test_spawning.py",
     "never-selects-again": "a note",
     "selects-rarely": "a note",
     "ratio-second-optimizer": "a note",

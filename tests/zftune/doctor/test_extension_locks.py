@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from zftune.agent.bootstrap.sitecustomize import Notes
 from zftune.doctor import software
 from zftune.doctor.software import deepspeed_checks, extension_locks, left_locks
 from zftune.profile.command.document import waits_for
@@ -62,7 +61,6 @@ def test_they_are_looked_for_where_torch_makes_them(name: str, tmp_path: Path, m
 
 def test_a_profile_that_waits_names_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    (tmp_path / Notes.FILE).write_bytes(Notes.PYTHON + Notes.TORCH)
     locked(tmp_path / "extensions" / "async_io", 60)
     assert str(waits_for(tmp_path, 5)).endswith("/async_io/lock is 60 s old")
     locked(tmp_path / "extensions" / "cpu_adam", FIVE_HOURS_S)

@@ -23,7 +23,7 @@ from zftune.checkpoint.zero import ds_config as of_checkpoint
 from zftune.ds_config.reading import Source, put, read, read_given, require_unique, rewritten, stage_of
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.check.checking import check
-from zftune.integrations.deepspeed.named import named_by
+from zftune.integrations.deepspeed.command_line import named_by
 
 ODD = {
     "plain": '{"zero_optimization": {"stage": 2}}',

@@ -6,7 +6,6 @@ DeepSpeed, once that is imported, and for knobs of zenflow's optimizers, once ze
 Standard library only, syntax of Python 3.6: any interpreter may come across it. It never raises on its own account.
 """
 
-import atexit
 import contextlib
 import importlib
 import os
@@ -17,28 +16,19 @@ HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - ever
 FOLDER = os.environ.get("ZFTUNE_AGENT_DIR", "")
 VERSION = os.environ.get("ZFTUNE_AGENT_VERSION", "")
 RUN = os.environ.get("ZFTUNE_RUN", "")
-TOP = os.environ.get("ZFTUNE_RUN_TOP", "")
-NOTHING = "zftune: no call of deepspeed.initialize came, so nothing was changed: %s\n"
-NOT_STEERED = "zftune: %s: no zenflow optimizer took a step; %s\n"
-GOES_ON = (
-    "zftune: CMD has ended, and what it started goes on in the background: what zftune does there is said in its own "
-    "output\n"
+NOTHING = (
+    "zftune: nothing was changed: this training takes steps without a call of deepspeed.initialize; in a loop of your "
+    "own use one line: "
 )
-NO_PYTHON = (
-    "CMD started no Python that takes up zftune (a wrapper may clear PYTHONPATH, python -I and -E ignore it): write "
-    "zftune run within the wrapper, before python"
-)
-NO_TORCH = "no Python of CMD imported torch or deepspeed"
-NO_ZFTUNE = "the Python that imported torch has no zftune, install it there"
+NOT_STEERED = "zftune: %s: the first step was %s's, which is no optimizer of zenflow; make one: "
 ONE_LINE = "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)"
-OF_TRAINER = (
-    "give the Trainer one: optimizers=(zenflow_optimizer(model, args), None), from zftune.integrations.huggingface"
-)
 STEERING = (
-    ("online", "nothing was tuned"),
-    ("schedule", "nothing was replayed"),
-    ("export_schedule", "no schedule was written"),
+    ("online", "nothing is tuned"),
+    ("schedule", "nothing is replayed"),
+    ("export_schedule", "no schedule is written"),
 )
+told: Any = []  # by this process: what is to be told once
+called: Any = []  # not empty once deepspeed.initialize was called
 
 
 class Watcher:
@@ -98,94 +88,6 @@ class Watcher:
             refuse(f"the import of {name} cannot be watched: {error}")
 
 
-class Notes:
-    """What the processes of a run leave for its first one, in a file without a name that ends with that one.
-
-    The first is the script, or the launcher whose children are: it alone lives as long as CMD does, and says at its end
-    that DeepSpeed was not initialised. Where there is no such file nothing is said.
-    """
-
-    NAME = "ZFTUNE_RUN_NOTES"
-    KIND = "zftune-run"
-    FILE = "notes"  # in the folder of a recording, whose parent reads it
-    PYTHON = b"p"  # a Python began
-    TORCH = b"t"  # torch was imported
-    LACKS = b"n"  # by a Python without zftune
-    OWN = b"z"  # the script imported zenflow
-    TRAINER = b"h"  # it uses the Trainer of transformers
-    LAUNCHES = b"l"  # torchrun's or DeepSpeed's launcher began, which may start no rank, or ranks on other machines
-    CALLED = b"c"  # deepspeed.initialize was called, or it has been said why that does nothing
-    RANK = b"r"  # a rank has begun
-    STEERED = b"s"  # a zenflow optimizer takes steps, or it has been said why it is let alone
-    told = False  # why the training runs as without zftune
-
-    def keep(self) -> None:
-        """Be the first process."""
-        create = getattr(os, "memfd_create", None)  # of Linux and Python 3.8
-        if create is not None:
-            descriptor = create(self.KIND)
-            os.environ[self.NAME] = "/proc/%d/fd/%d" % (os.getpid(), descriptor)  # noqa: UP031 - as others read it
-            atexit.register(self.tell, os.getpid(), descriptor)
-
-    def add(self, note: bytes) -> None:
-        """Leave a note for the first process, or for who records; on another machine there is none."""
-        path = os.environ.get(self.NAME, "")
-        with contextlib.suppress(OSError):
-            if os.readlink(path).startswith("/memfd:" + self.KIND):  # noqa: PTH115
-                with open(path, "ab") as file:  # noqa: PTH123
-                    file.write(note)
-        if FOLDER:
-            path = os.path.join(FOLDER, self.FILE)  # noqa: PTH118
-            with contextlib.suppress(OSError), open(path, "ab") as file:  # noqa: PTH123
-                own_only(file)
-                file.write(note)
-
-    def tell(self, pid: int, descriptor: int) -> None:
-        """Say that nothing came, at the end of the first process; not after an error of its own."""
-        if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
-            return
-        if not os.path.exists(os.environ.get(self.NAME, "")):  # noqa: PTH110
-            return  # /proc is hidden: nobody could leave a note
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by the script: the notes, or stderr
-            notes = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            sys.stderr.write(missed(notes, wanted()))
-
-
-def missed(notes: bytes, asked: Any) -> str:
-    """What is to be said of a run where nothing came of what was asked for; "": something did.
-
-    Args:
-        notes: of its processes.
-        asked: of `zftune run`.
-    """
-    if Notes.LAUNCHES in notes and Notes.RANK not in notes:  # the launcher has said why, or they are elsewhere
-        return ""
-    lacking = [words for name, words in STEERING if asked.get(name)]
-    if (Notes.STEERED if lacking else Notes.CALLED) in notes:
-        return ""
-    why = None
-    if Notes.PYTHON not in notes:
-        why = NO_PYTHON
-    elif Notes.LACKS in notes:
-        why = NO_ZFTUNE
-    elif Notes.OWN not in notes and Notes.TORCH not in notes:
-        why = NO_TORCH
-    uses_trainer = Notes.TRAINER in notes
-    if lacking:
-        make_one = OF_TRAINER if uses_trainer else "in a plain loop make one: " + ONE_LINE
-        in_a_loop = "zenflow was imported" if Notes.OWN in notes else make_one
-        return NOT_STEERED % (lacking[0], why or in_a_loop)
-    if Notes.OWN in notes:
-        why = why or "optimizers of zenflow that a script makes keep their settings, zftune run --online tunes them"
-    without = "without DeepSpeed " + OF_TRAINER if uses_trainer else "for a plain loop use one line: " + ONE_LINE
-    return NOTHING % (why or "zftune run is for scripts that make one, " + without)
-
-
-def own_only(file: Any) -> None:
-    """See that who records can read a file, whatever the script's umask says."""
-    os.fchmod(file.fileno(), 0o600)
-
-
 def refuse(reason: str) -> None:
     """Leave a record that says why this process is not measured."""
     import json
@@ -199,7 +101,7 @@ def refuse(reason: str) -> None:
     end = {"kind": "end", "reason": "failed", "error": " ".join(reason.split()), "ns": now}
     try:
         with open(os.path.join(FOLDER, f"agent-{os.getpid()}.jsonl"), "a") as file:  # noqa: PTH118, PTH123
-            own_only(file)
+            os.fchmod(file.fileno(), 0o600)  # for who records, whatever the script's umask says
             file.write(json.dumps(header) + "\n" + json.dumps(end) + "\n")
     except OSError:
         pass  # the folder is gone, and with it whom to tell
@@ -207,7 +109,6 @@ def refuse(reason: str) -> None:
 
 def arm(_torch: Any) -> None:
     """Hand over to the agent, if this interpreter has the parent's."""
-    notes.add(notes.TORCH)
     try:
         import zftune
 
@@ -229,34 +130,59 @@ def serve(deepspeed: Any) -> None:
     def begin() -> None:
         from zftune.agent.running import begin
 
-        begin(deepspeed, wanted(), lambda: notes.add(notes.CALLED), lambda: notes.add(notes.STEERED))
+        begin(deepspeed, wanted(), lambda: called.append(True))
 
     hand_over(begin)
 
 
-def saw_torch(_torch: Any) -> None:
-    """Leave a note that something may be trained here, and whether zftune is here, too."""
-    import importlib.util
-
-    try:
-        lacks = importlib.util.find_spec("zftune") is None
-    except (ImportError, ValueError):  # something passes for it
-        lacks = True
-    notes.add(notes.TORCH + notes.LACKS if lacks else notes.TORCH)
-
-
 def steer(_zenflow: Any) -> None:
     """Let the optimizers of zenflow have the knobs that `zftune run` asks for, or be tuned."""
-    if "zftune.agent.running" not in sys.modules:  # which imports it for DeepSpeed's trainings
-        notes.add(notes.OWN)
 
     def begin() -> None:
         from zftune.agent.steering import begin
 
-        begin(wanted(), watcher.when_imported, lambda: notes.add(notes.STEERED))
+        begin(wanted(), watcher.when_imported)
 
     if any(wanted().get(name) for name, _ in STEERING):
         hand_over(begin)
+
+
+def look_on(_torch: Any) -> None:
+    """Say at the first step of a training by which optimizer nothing comes of what was asked for, if nothing does."""
+    try:
+        from torch.compiler import is_compiling
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+    except ImportError:  # of an old torch
+        return
+    looked: Any = []
+
+    def steps(optimizer: Any, *_: Any) -> None:
+        if not is_compiling() and not looked:
+            looked.append(True)
+            say(missed(type(optimizer)))
+
+    register_optimizer_step_pre_hook(steps)
+
+
+def missed(kind: Any) -> str:
+    """What is to be said of a training whose first step is one of an optimizer's; "": something comes of it."""
+    import multiprocessing
+
+    if multiprocessing.parent_process() is not None:
+        return ""  # perhaps DeepSpeed's own process for updates: what began it speaks
+    is_ours = any(one.__module__.partition(".")[0] == "zenflow" for one in kind.__mro__)
+    for name, words in STEERING:
+        if wanted().get(name):
+            return "" if is_ours else NOT_STEERED % (words, kind.__name__) + ONE_LINE
+    return "" if is_ours or called else NOTHING + ONE_LINE
+
+
+def say(sentence: str) -> None:
+    """Write one on standard error: once, by the first rank."""
+    if sentence and not told and os.environ.get("RANK", "0") == "0":
+        told.append(sentence)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the script closed it
+            sys.stderr.write(sentence + "\n")
 
 
 def wanted() -> Any:
@@ -279,15 +205,11 @@ def hand_over(begin: "Callable[[], None]") -> None:
         reason = "this Python has zftune " + zftune.__version__ + ", not " + version
     except ImportError as error:
         reason = "this Python has no zftune " + version + ": " + str(error)
-    notes.add(notes.CALLED + notes.STEERED)
-    if os.environ.get("RANK", "0") == "0" and not notes.told:
-        notes.told = True
-        sys.stderr.write("zftune: " + reason + "; the training runs as without zftune\n")
+    say("zftune: " + reason + "; the training runs as without zftune")
 
 
 def pass_on(runner: Any) -> None:
-    """Leave a note that a launcher begins; let DeepSpeed's give other nodes what this one has."""
-    notes.add(notes.LAUNCHES)
+    """Let DeepSpeed's launcher give other nodes what this one has."""
     if isinstance(getattr(runner, "EXPORT_ENVS", None), list):
         runner.EXPORT_ENVS.append("ZFTUNE")
 
@@ -308,24 +230,16 @@ def run_next() -> None:
 def begin() -> None:
     """Be the `sitecustomize` of this process."""
     if os.environ.get("ZFTUNE_DISABLE") != "1":
-        if RUN and str(os.getpid()) == TOP and os.environ.get("RANK", "0") == "0":
-            notes.keep()
-        elif RUN and "RANK" in os.environ:
-            notes.add(notes.RANK)
         if FOLDER:
             watcher.when_imported("torch", arm)
         if RUN:
             watcher.when_imported("deepspeed", serve)
             watcher.when_imported("zenflow", steer)
             watcher.when_imported("deepspeed.launcher.runner", pass_on)
-            watcher.when_imported("torch.distributed.launcher.api", pass_on)  # torchrun's own module may be __main__
-            watcher.when_imported("torch", saw_torch)
-            watcher.when_imported("transformers.trainer", lambda _: notes.add(notes.TRAINER))
-        notes.add(notes.PYTHON)
+            watcher.when_imported("torch", look_on)
     run_next()
 
 
 watcher = Watcher()
-notes = Notes()
 if __name__ == "sitecustomize":  # else zftune itself reads what is defined here
     begin()

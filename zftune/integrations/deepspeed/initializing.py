@@ -15,11 +15,11 @@ import torch
 
 from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED
-from zftune.ds_config.reading import offload_device, read_given
+from zftune.ds_config.reading import TELLTALES, at, offload_device, path_of, read_given
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import named
 from zftune.integrations.deepspeed.outcome import outcome
 from zftune.integrations.deepspeed.section import INSTEAD, Section
+from zftune.integrations.deepspeed.spawning import refuse_second_reading
 
 Wrapped = Callable[..., Any]
 _logger = logging.getLogger("zftune")
@@ -28,19 +28,16 @@ _FIELDS = ("deepspeed_config", "deepscale_config")
 _listeners: list[Callable[[], None]] = []
 
 
-def wrap(
-    module: Any, asked: Section, *, ends_process: bool = False, refused: Callable[[], None] = lambda: None
-) -> None:
+def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
     """Wrap `initialize` of DeepSpeed, once.
 
     Args:
         module: `deepspeed`.
         asked: comes before what a ds_config says.
         ends_process: whether what is not allowed ends the process with one sentence and exit code 2; else it raises.
-        refused: told before it does.
     """
     original = getattr(module.initialize, _MARK, module.initialize)
-    wrapped = _wrapped(original, asked, refused if ends_process else None)
+    wrapped = _wrapped(original, asked, ends_process=ends_process)
     setattr(wrapped, _MARK, original)
     module.initialize = wrapped
 
@@ -65,7 +62,7 @@ def unwrap(module: Any) -> None:
     module.initialize = getattr(module.initialize, _MARK, module.initialize)
 
 
-def _wrapped(original: Wrapped, asked: Section, ends: Callable[[], None] | None) -> Wrapped:
+def _wrapped(original: Wrapped, asked: Section, *, ends_process: bool) -> Wrapped:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -79,9 +76,8 @@ def _wrapped(original: Wrapped, asked: Section, ends: Callable[[], None] | None)
         try:
             return _initialize(original, dict(call.arguments), asked)
         except BadInputError as error:
-            if ends is None:
+            if not ends_process:
                 raise
-            ends()
             if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks have the same ds_config
                 sys.stderr.write(f"zftune: {error}\n")
             raise SystemExit(2) from error
@@ -93,6 +89,7 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     config = _config_of(given)
     if config is None or given.get("model") is None:
         return original(**given)
+    refuse_second_reading()
     section = asked.over(Section.of(config))
     config = modernized(config)
     if not _has_optimizer(given, config):
@@ -100,7 +97,7 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     if offload_device(config) == "none":
         _logger.info("zftune: this training %s", outcome(config, section))
         return original(**given)
-    named.require_filled(config, {name for name, value in given.items() if value is not None})
+    _require_filled(config, given)
     _join_ranks(given)
     if section.backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream
@@ -157,6 +154,27 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 def _has_optimizer(given: dict[str, Any], config: dict[str, Any]) -> bool:
     section = config.get("optimizer")
     return given.get("optimizer") is not None or (isinstance(section, dict) and section.get("type") is not None)
+
+
+_SWITCHES = ("bf16.enabled", "fp16.enabled")
+"""DeepSpeed takes "auto" for false there."""
+_PASSED_INSTEAD = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
+"""Sections that DeepSpeed does not read where the script passes this."""
+
+
+def _require_filled(config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse a ds_config with which DeepSpeed would end at the word "auto".
+
+    Raises:
+        BadInputError: there is such a setting.
+    """
+    unread = tuple(f"{section}." for section, by in _PASSED_INSTEAD.items() if given.get(by) is not None)
+    for name in TELLTALES:
+        if at(config, path_of(name)) == "auto" and name not in _SWITCHES and not name.startswith(unread):
+            raise BadInputError(
+                f'{name} is "auto"; it must be a value of your own: only Hugging Face\'s Trainer and Accelerate put a '
+                'value in for "auto", and neither did'
+            )
 
 
 def _call(original: Wrapped, given: dict[str, Any], config: dict[str, Any]) -> Any:

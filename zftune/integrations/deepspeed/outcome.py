@@ -11,7 +11,7 @@ from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED_UPSTREAM, scrambles
 from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, path_of, shown, stage_of
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import named, optimizers, precision, section
+from zftune.integrations.deepspeed import optimizers, precision, section, spawning
 from zftune.integrations.deepspeed.section import INSTEAD, INSTEAD_OF_A_SECTION, NAME, Refusal, Section
 from zftune.integrations.deepspeed.verdict import BATCH, Fault, meant
 from zftune.store.types import Backend, Quality
@@ -234,7 +234,7 @@ def _outcome(config: Mapping[str, Any], asked: Section) -> Outcome:
         found = (*refusals(config), *optimizers.refusals(config))
     if found:
         return Outcome("refused", backend, refusals=found)
-    asks = named.ASKS if backend == "deepspeed" and named.overlaps(config) else ""
+    asks = spawning.ASKS if backend == "deepspeed" and spawning.overlaps(config) else ""
     return Outcome("trains", backend, quality_of(config, wanted), reason=asks)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zftune.agent.bootstrap.sitecustomize import Notes
 from zftune.doctor.software import extension_locks, free_bytes
 from zftune.profile import derive
 from zftune.profile.command.records import Rank, Row, read_records
@@ -158,9 +157,9 @@ def _stats(row: Mapping[str, Any]) -> StepStats:
 
 _WITHOUT_SITE = {"I": "isolates the interpreter", "E": "ignores PYTHONPATH", "S": "leaves the site module out"}
 _FULL_BYTES = 64 << 10
-_NO_PYTHON = (
-    "the command started no Python that takes up zftune's agent (a wrapper may clear PYTHONPATH, or run it elsewhere); "
-    "write zftune profile within the wrapper, before python"
+_NO_STEP = (
+    "no optimizer of torch took a step in a Python that takes up zftune's agent; where a wrapper clears PYTHONPATH or "
+    "runs Python elsewhere, write zftune profile within the wrapper, before python"
 )
 
 
@@ -168,8 +167,6 @@ _NO_PYTHON = (
 class Seen:
     """What was seen of a command beside its records."""
 
-    notes: bytes = b""
-    """Of `zftune.agent.bootstrap.sitecustomize.Notes`."""
     left: int = 0
     """Processes that it had left in the background at its end, and that were ended then."""
     full: Path | None = None
@@ -183,11 +180,7 @@ class Seen:
             folder: of the records; not removed yet.
             left: as the attribute.
         """
-        try:
-            notes = (folder / Notes.FILE).read_bytes()
-        except OSError:
-            notes = b""
-        return cls(notes, left, None if (free_bytes(folder) or 0) > _FULL_BYTES else folder.parent)
+        return cls(left, None if (free_bytes(folder) or 0) > _FULL_BYTES else folder.parent)
 
 
 def nothing_recorded(command: Sequence[str], ranks: Sequence[Rank], status: int | None, warmup: int, seen: Seen) -> str:
@@ -229,20 +222,12 @@ def nothing_recorded(command: Sequence[str], ranks: Sequence[Rank], status: int 
         return f"nothing was recorded: the command was killed{signal} before a training step ended"
     if status > 0:
         return f"nothing was recorded: the command ended with exit code {status} before a training step ended"
-    return f"nothing was recorded: {_nothing_seen(seen)}"
-
-
-def _nothing_seen(seen: Seen) -> str:
     if seen.left:
         return (
-            f"the command ended and left {_processes(seen.left)} in the background, which {_were(seen.left)} ended "
-            "with it; run the training in the foreground"
+            f"nothing was recorded: the command ended and left {_processes(seen.left)} in the background, which "
+            f"{_were(seen.left)} ended with it; run the training in the foreground"
         )
-    if Notes.PYTHON not in seen.notes:
-        return _NO_PYTHON
-    if Notes.TORCH not in seen.notes:
-        return "no Python of the command imported torch"
-    return "torch was imported, and no optimizer of it took a step"
+    return f"nothing was recorded: {_NO_STEP}"
 
 
 def waits_for(folder: Path, warmup: int) -> str | None:
@@ -252,17 +237,13 @@ def waits_for(folder: Path, warmup: int) -> str | None:
         folder: of the records.
         warmup: steps to discard.
     """
-    ranks, notes = read_records(folder), Seen.of(folder).notes
+    ranks = read_records(folder)
     if any(rank.steps for rank in ranks):
         return None
     seen = max((rank.seen for rank in ranks), default=0)
     if ranks:
         return f"still waiting for a step to measure: {seen + 1} so far, of which --warmup discards {warmup}"
-    if Notes.TORCH in notes:
-        return f"still waiting for the first optimizer step: torch is imported, nothing has trained yet{_compiling()}"
-    if Notes.PYTHON in notes:
-        return "still waiting for the training: Python runs, and has not imported torch yet"
-    return "still waiting for the training: the command has started no Python that zftune's agent can enter yet"
+    return f"still waiting for the first optimizer step of a Python that zftune's agent can enter{_compiling()}"
 
 
 def _compiling() -> str:

@@ -11,7 +11,6 @@ from zenflow.config import is_number
 from zftune.ds_config.facts import OWN_KNOBS, SAFE_UPDATE_INTERVAL
 from zftune.ds_config.reading import FILLED, MISSING, at, is_hugging_face, leaves, offload_device, path_of, truth
 from zftune.ds_config.tables import newest
-from zftune.integrations.deepspeed import named
 from zftune.integrations.deepspeed.check.findings import AUTO, THE_FILE, Change, Finding, Severity
 from zftune.integrations.deepspeed.check.subject import (
     BOTH,
@@ -202,24 +201,13 @@ def auto(subject: Subject) -> Iterator[Finding]:
 
 
 def auto_in_own_loop(subject: Subject) -> Iterator[Finding]:
-    """A script that makes DeepSpeed's engine itself; without one it is not known who reads the file."""
+    """Who fills in "auto" is not known from the file."""
     if subject.through_hugging_face:
         return
-    found = named.unfilled(subject.config, subject.script)
-    if found is not None and found.crashing:
-        reason = f"{str(found)[:1].upper()}{str(found)[1:]}."
-        yield subject.finding(
-            "auto-in-own-loop", found.crashing[0], "crashes", reason, backends=BOTH, advice=named.OWN_VALUE
-        )
-    if found is not None:
-        reason = f"DeepSpeed takes it for false: {found.because}."
-        for name in found.off:
-            yield subject.finding("auto-in-own-loop", name, "ignored", reason, backends=BOTH, advice="true or false")
     autos = [".".join(path) for path, value in leaves(subject.config) if value == "auto" and ".".join(path) in FILLED]
-    if subject.script is None and subject.hugging_face:
+    if subject.hugging_face:
         reason = f'Only Hugging Face\'s Trainer and Accelerate put a value in for "auto": {", ".join(autos)}.'
-        advice = "Give --script to see whether yours uses them"
-        yield subject.finding(AUTO, autos[0], "note", reason, backends=BOTH, advice=advice)
+        yield subject.finding(AUTO, autos[0], "note", reason, backends=BOTH)
 
 
 def numbers(subject: Subject) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 from zenflow.config import is_number
 from zftune.ds_config.facts import CLIPS_SINCE, GOOD, ZENFLOW_OPTIMIZERS, scrambles
 from zftune.ds_config.reading import MISSING, path_of
-from zftune.integrations.deepspeed import named
+from zftune.integrations.deepspeed import spawning
 from zftune.integrations.deepspeed.check.findings import Change, Finding
 from zftune.integrations.deepspeed.check.subject import (
     BOTH,
@@ -202,19 +202,12 @@ def _params(subject: Subject, params: Mapping[str, Any]) -> Iterator[Finding]:
 
 def guard(subject: Subject) -> Iterator[Finding]:
     """Its process is spawned, and reads the script again: what trains there runs twice, and waits for itself."""
-    if not named.overlaps(subject.config):
-        return
-    found = None if subject.script is None else named.unguarded(subject.script)
-    if found is not None:
-        reason = f"The update's own process reads {found.script} again, whose line {found.line} calls {found.call}()."
-        advice = f"what trains under `{named.GUARD}`"
-        yield subject.finding("zenflow-no-guard", named.OVERLAP, "crashes", reason, advice=advice)
-    elif subject.script is None:
+    if spawning.overlaps(subject.config):
         reason = (
             f"The update's own process reads the training's script again: what trains there has to stand under "
-            f"`{named.GUARD}`, or it waits for ten minutes. --script PATH looks whether it does."
+            f"`{spawning.GUARD}`, or it waits for ten minutes."
         )
-        yield subject.finding("zenflow-guard", named.OVERLAP, "note", reason)
+        yield subject.finding("zenflow-guard", spawning.OVERLAP, "note", reason)
 
 
 def communication(subject: Subject) -> Iterator[Finding]:

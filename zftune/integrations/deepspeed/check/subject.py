@@ -29,7 +29,6 @@ from zftune.ds_config.reading import (
 from zftune.ds_config.tables import newest, table
 from zftune.integrations.deepspeed.asking import AskingError, ask
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Change, Finding, Severity
-from zftune.integrations.deepspeed.named import makes_engine
 from zftune.integrations.deepspeed.outcome import Outcome, outcome
 from zftune.integrations.deepspeed.section import Refusal, Section
 from zftune.integrations.deepspeed.verdict import Fault, faults, ranks_that_fit, undecided
@@ -84,8 +83,8 @@ class Subject:
 
     @cached_property
     def hugging_face(self) -> bool:
-        """Whether it is of the Trainer or Accelerate: "auto" says so, where no script is known that uses neither."""
-        return self.through_hugging_face or (is_hugging_face(self.config) and not makes_engine(self.script))
+        """Whether it is of the Trainer or Accelerate: "auto" says so."""
+        return self.through_hugging_face or is_hugging_face(self.config)
 
     @cached_property
     def stage(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from zftune.ds_config.reading import Source
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.named import named_by
+from zftune.integrations.deepspeed.command_line import named_by
 
 CONFIG = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 ACCELERATE = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 1\n  offload_optimizer_device: cpu\n"
