@@ -15,10 +15,9 @@ import torch
 
 from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED
-from zftune.ds_config.reading import offload_device, read_given
+from zftune.ds_config.reading import offload_device, read_given, require_filled
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import named
-from zftune.integrations.deepspeed.outcome import outcome
+from zftune.integrations.deepspeed.outcome import outcome, require_known_names
 from zftune.integrations.deepspeed.section import INSTEAD, Section
 
 Wrapped = Callable[..., Any]
@@ -100,7 +99,7 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     if offload_device(config) == "none":
         _logger.info("zftune: this training %s", outcome(config, section))
         return original(**given)
-    named.require_filled(config, {name for name, value in given.items() if value is not None})
+    require_filled(config, {name for name, value in given.items() if value is not None})
     _join_ranks(given)
     if section.backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream
@@ -117,6 +116,7 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
             f"mpu or mesh_param is given; the backend zenflow trains data parallel only: leave it out, or {INSTEAD}"
         )
     _about_version()
+    require_known_names(config)
     plan = backend.plan(config, section)
     module, optimizer, scheduler = given["model"], given.get("optimizer"), given.get("lr_scheduler")
     backend.require_plain(module, plan.stage)

@@ -13,7 +13,7 @@ from torch import nn
 from zftune.ds_config import facts
 from zftune.ds_config.reading import MISSING, Source, micro_batch_of, offload_device, shown, stage_of
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import named, outcome, precision
+from zftune.integrations.deepspeed import outcome, precision
 from zftune.integrations.deepspeed.choosing import Training, choose
 from zftune.integrations.deepspeed.outcome import quality_of
 from zftune.integrations.deepspeed.precision import Precision
@@ -82,7 +82,6 @@ def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> d
         for note in applied.notes:
             _logger.info("zftune: %s", note)
     otherwise = require_works(result, version)
-    named.require_guard(result, named.script_of_this())
     if version not in facts.TESTED_UPSTREAM:
         _logger.warning(
             "DeepSpeed %s: the backend deepspeed was tested with %s", version, ", ".join(facts.TESTED_UPSTREAM)
