@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -467,29 +467,6 @@ def leaves(value: Any, path: SettingPath = ()) -> Iterator[tuple[SettingPath, An
 def is_hugging_face(config: Mapping[str, Any]) -> bool:
     """Whether it is of the Trainer or Accelerate: they put values in where it says "auto"."""
     return any(at(config, path_of(name)) == "auto" for name in TELLTALES)
-
-
-_SWITCHES = ("bf16.enabled", "fp16.enabled")  # of which DeepSpeed drops the word
-_PASSED_INSTEAD = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}  # of sections that it does not read then
-
-
-def require_filled(config: Mapping[str, Any], passed: Collection[str]) -> None:
-    """Refuse a ds_config with which DeepSpeed would end at the word "auto".
-
-    Args:
-        config: as it is given to `deepspeed.initialize`.
-        passed: names of what else is.
-
-    Raises:
-        BadInputError: there is such a setting.
-    """
-    unread = tuple(f"{section}." for section, by in _PASSED_INSTEAD.items() if by in passed)
-    for name in TELLTALES:
-        if at(config, path_of(name)) == "auto" and name not in _SWITCHES and not name.startswith(unread):
-            raise BadInputError(
-                f'{name} is "auto"; it must be a value of your own: only Hugging Face\'s Trainer and Accelerate put a '
-                'value in for "auto", and neither did'
-            )
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.once import once
 from tests.zftune.check.cases import CASES, SAFE, Bad, safe
 from tests.zftune.check.shapes import PUT_TO_IT
 from zftune.ds_config.reading import filled
-from zftune.integrations.deepspeed.asking import Ask, Asker
 
 ROOT = Path(__file__).parents[3]
 # The others: DeepSpeed has no fp16 on a CPU, and an overlapped worker takes 15 s to begin.
@@ -80,10 +78,3 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Skips where DeepSpeed's operations are not compiled."""
     upstream_ops.need()
     return once(tmp_path_factory, "check", Outcomes)
-
-
-@pytest.fixture(scope="session")
-def ask() -> Iterator[Ask]:
-    """The installed DeepSpeed."""
-    with Asker() as asker:
-        yield asker

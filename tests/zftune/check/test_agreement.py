@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
+from zftune.integrations.deepspeed.verdict import undecided
 
 from tests.tiers import by_day
+from tests.zftune.check.asked import ask
 from tests.zftune.check.cases import CASES, ZERO, safe
 from tests.zftune.check.shapes import some_config
 from zenflow import ZenFlowError
 from zenflow.ds_config import modernized
 from zftune.ds_config import reading
-from zftune.ds_config.reading import MISSING, Source, offload_device, path_of, put
+from zftune.ds_config.reading import MISSING, Source, offload_device
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import asking, upstream
 from zftune.integrations.deepspeed import backend as zenflow
@@ -26,7 +27,6 @@ from zftune.integrations.deepspeed.choosing import Chosen, with_knobs
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.section import Section, require_none
-from zftune.integrations.deepspeed.verdict import undecided
 from zftune.store.types import Backend
 
 pytestmark = pytest.mark.filterwarnings(
@@ -97,7 +97,7 @@ def named(sentence: str, findings: list[Finding]) -> bool:
 def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:
     """Whether a run refuses it, which the check is to say of the same setting, and not where it does not."""
     sentence = refused(config, asked)
-    report = check(config, backend=asked, version="0.19.6", world_size=1)
+    report = check(config, backend=asked, version="0.19.6", ask=ask, world_size=1)
     said: Backend = report.backend or "zenflow"
     findings = told(report.findings, said)
     if sentence is not None:

@@ -1,7 +1,7 @@
 """Gives ds_configs to DeepSpeed and Accelerate: `python -m tests.zftune.check.upstream_worker IN OUT`, both JSON.
 
-IN: a list of {"config", "proof", "mended"}; a version under "mended" has the config mended first, for that one. OUT: for
-each what was raised, None for nothing, and some figures of the trained.
+IN: a list of {"config", "proof", "mended"}; with a version under "mended" the config is mended first, for that one.
+OUT: for each what was raised, None for nothing, and some figures of the trained.
 """
 
 from __future__ import annotations
@@ -101,10 +101,16 @@ def accelerate(config: Any) -> None:
 
 def initialize(config: Any) -> dict[str, Any]:
     """What `check` finds to crash, and whether DeepSpeed makes an engine of it and takes a step."""
-    report = check(config, backend="deepspeed", version=metadata.version("deepspeed"), ask=asking.refusals, world_size=1)
+    report = check(
+        config, backend="deepspeed", version=metadata.version("deepspeed"), ask=asking.refusals, world_size=1
+    )
     crashes = [one.rule for one in report.findings if one.severity == "crashes"]
     made = attempt(made_engine, config)
-    return {"crashes": crashes, "made": made, "trained": None if made["raised"] or not crashes else attempt(train, config)}
+    return {
+        "crashes": crashes,
+        "made": made,
+        "trained": None if made["raised"] or not crashes else attempt(train, config),
+    }
 
 
 def made_engine(config: Any) -> None:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeAlias, get_args
 
 from zenflow.names import did_you_mean
-from zftune.ds_config.facts import BATCH
+from zftune.ds_config.facts import BATCH, NAMES
 from zftune.ds_config.reading import SettingPath
 from zftune.errors import ZftuneError
 
@@ -76,15 +76,11 @@ class Asker:
             text=True,
             env=environment,
         )
-        self._timer = threading.Timer(_TIMEOUT_S, self._process.kill)
-        self._timer.daemon = True
-        self._timer.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -98,6 +94,8 @@ class Asker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         question = json.dumps({"config": config, "world_size": world_size}, default=str)
+        timer = threading.Timer(_TIMEOUT_S, self._process.kill)
+        timer.start()
         try:
             self._process.stdin.write(question + "\n")
             self._process.stdin.flush()
@@ -106,6 +104,8 @@ class Asker:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             raise AskingError(lines[-1] if lines else f"its process did not answer: {error}") from error
+        finally:
+            timer.cancel()
         return [Fault(tuple(one["path"]), one["error"], one["unknown"], one["near"]) for one in answer]
 
 
@@ -138,7 +138,10 @@ def refusals(config: Mapping[str, Any], world_size: int) -> list[Fault]:
         if error is None:
             break
         path = tuple(_blamed(left, world_size, error) or ())
-        found.append(_fault(left, path, error))
+        follows = path[:1] and path[0] in BATCH and not _has(left, path)  # from what was taken out
+        same = any(path[-1:] == (name,) for one in found for name in one.near.split())
+        if not found or not (follows or same):
+            found.append(_fault(left, path, error))
         if not _has(left, path) or not path:
             break
         _remove(left, path)
@@ -266,10 +269,13 @@ def _blamed(config: dict[str, Any], world_size: int, error: Exception) -> list[s
         other = first_error(without, world_size)
         return other is None or _words(other) != words
 
-    def is_named(path: list[str]) -> bool:
-        return re.search(rf"\b{re.escape(path[-1])}\b", words) is not None
+    def turn(path: list[str]) -> tuple[int, int]:
+        """The first that it names, and the deepest of those that it does not name."""
+        is_section = isinstance(_value(config, path), Mapping)
+        named = None if is_section else re.search(rf"\b{re.escape(path[-1])}\b", words)
+        return len(words) if named is None else named.start(), -len(path)
 
-    for path in sorted(_settings(config), key=lambda one: (is_named(one), len(one)), reverse=True):
+    for path in sorted(_settings(config), key=turn):
         if all(matters(tuple(path[: depth + 1])) for depth in range(len(path))):
             names = error.errors()[0]["loc"] if isinstance(error, ValidationError) else ()
             deeper = [str(name) for name in names if str(name) not in path]
@@ -282,18 +288,18 @@ def _blamed(config: dict[str, Any], world_size: int, error: Exception) -> list[s
 def _fault(config: Mapping[str, Any], path: SettingPath, error: Exception) -> Fault:
     from pydantic import ValidationError
 
-    words, unknown, near = _words(error), False, ""
+    words, unknown = _words(error), False
+    known = _choices(path, words)
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         unknown = first["type"] == "extra_forbidden"
-        if unknown:
-            near = did_you_mean(path[-1] if path else "", _fields(error.title, first["loc"]))
-    elif "unexpected keyword argument" in words and path:
-        unknown, near = True, did_you_mean(path[-1], _arguments(config, path))
-    if not unknown and path:
-        near = did_you_mean(
-            functools.reduce(lambda inner, name: inner.get(name, {}), path, config), _choices(path, words)
-        )
+        known = _fields(error.title, first["loc"]) if unknown else known
+    elif "unexpected keyword argument" in words:
+        unknown, known = True, _arguments(config, path)
+    given = path[-1] if unknown and path else _value(config, path)
+    elsewhere = unknown and given in (*NAMES[()], *_arguments_of_any(path))  # it is a name, but of another section
+    is_known = isinstance(given, str) and given.lower() in [one.lower() for one in known]
+    near = "" if elsewhere or is_known else did_you_mean(given, known)
     return Fault(path, words, unknown, near.removeprefix("; "))
 
 
@@ -318,19 +324,25 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 def _arguments(config: Mapping[str, Any], path: SettingPath) -> list[str]:
     """The names that the optimizer or the scheduler of a ds_config takes."""
-    if path[0] == "scheduler":
+    if path[:1] == ("scheduler",):
         from deepspeed.runtime import lr_schedules
 
         kind = getattr(lr_schedules, str(config["scheduler"].get("type")), None)
         return [] if kind is None else list(inspect.signature(kind).parameters)[1:]
-    from zftune.ds_config.facts import NAMES
-
     return sorted(NAMES[("optimizer", "params")])
+
+
+def _arguments_of_any(path: SettingPath) -> list[str]:
+    """The names that some scheduler of DeepSpeed's takes."""
+    from deepspeed.runtime import lr_schedules
+
+    kinds = lr_schedules.VALID_LR_SCHEDULES if path[:1] == ("scheduler",) else ()
+    return [name for kind in kinds for name in inspect.signature(getattr(lr_schedules, kind)).parameters]
 
 
 def _choices(path: SettingPath, words: str) -> list[str]:
     """The words that DeepSpeed takes in the place of one that it refuses."""
-    if path[-1] == "type":
+    if path[1:] == ("type",):
         import torch
         from deepspeed.runtime import config, lr_schedules
 
@@ -338,8 +350,8 @@ def _choices(path: SettingPath, words: str) -> list[str]:
             "optimizer": (config.DEEPSPEED_OPTIMIZERS, torch.optim),
             "scheduler": (lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler),
         }.get(path[0], ((), SimpleNamespace()))
-        return [*(name for name, one in vars(theirs).items() if inspect.isclass(one)), *ours]
-    return [one for one in re.findall(r"['\"](\w+)['\"]", words) if one != path[-1]]
+        return [*ours, *(name for name, one in vars(theirs).items() if inspect.isclass(one))]
+    return [one for one in re.findall(r"['\"](\w+)['\"]", words) if one not in path]
 
 
 def _settings(section: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[list[str]]:
@@ -355,6 +367,12 @@ def _has(config: Any, path: Iterable[str]) -> bool:
             return False
         config = config[name]
     return True
+
+
+def _value(config: Any, path: Iterable[str]) -> Any:
+    for name in path:
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
 
 
 def _remove(config: Any, path: Iterable[str]) -> None:

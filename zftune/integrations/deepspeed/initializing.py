@@ -15,7 +15,7 @@ import torch
 
 from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED
-from zftune.ds_config.reading import offload_device, read_given, require_filled
+from zftune.ds_config.reading import TELLTALES, at, offload_device, path_of, read_given
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.outcome import outcome, require_known_names
 from zftune.integrations.deepspeed.section import INSTEAD, Section
@@ -99,7 +99,7 @@ def _initialize(original: Wrapped, given: dict[str, Any], asked: Section) -> Any
     if offload_device(config) == "none":
         _logger.info("zftune: this training %s", outcome(config, section))
         return original(**given)
-    require_filled(config, {name for name, value in given.items() if value is not None})
+    _require_filled(config, given)
     _join_ranks(given)
     if section.backend == "deepspeed":
         from zftune.integrations.deepspeed import upstream
@@ -157,6 +157,27 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 def _has_optimizer(given: dict[str, Any], config: dict[str, Any]) -> bool:
     section = config.get("optimizer")
     return given.get("optimizer") is not None or (isinstance(section, dict) and section.get("type") is not None)
+
+
+_SWITCHES = ("bf16.enabled", "fp16.enabled")
+"""DeepSpeed takes "auto" for false there."""
+_PASSED_INSTEAD = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
+"""Sections that DeepSpeed does not read where the script passes this."""
+
+
+def _require_filled(config: dict[str, Any], given: dict[str, Any]) -> None:
+    """Refuse a ds_config with which DeepSpeed would end at the word "auto".
+
+    Raises:
+        BadInputError: there is such a setting.
+    """
+    unread = tuple(f"{section}." for section, by in _PASSED_INSTEAD.items() if given.get(by) is not None)
+    for name in TELLTALES:
+        if at(config, path_of(name)) == "auto" and name not in _SWITCHES and not name.startswith(unread):
+            raise BadInputError(
+                f'{name} is "auto"; it must be a value of your own: only Hugging Face\'s Trainer and Accelerate put a '
+                'value in for "auto", and neither did'
+            )
 
 
 def _call(original: Wrapped, given: dict[str, Any], config: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from zenflow.ds_config import modernized
 from zftune.ds_config.facts import BATCH, OWN_KNOBS, TESTED_UPSTREAM, scrambles
 from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, path_of, shown, stage_of
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import asking, optimizers, precision, section
+from zftune.integrations.deepspeed import asking, optimizers, precision, section, spawning
 from zftune.integrations.deepspeed.asking import Fault
 from zftune.integrations.deepspeed.section import INSTEAD, INSTEAD_OF_A_SECTION, NAME, Refusal, Section
 from zftune.store.types import Backend, Quality
@@ -20,9 +20,6 @@ TAKEN_OVER = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optim
 """Sections that the backend zenflow reads itself: the engine is made without them."""
 A_NUMBER = "a number >= 0"
 _WITH = "with the backend zenflow"
-OVERLAP = "zero_optimization.zenflow.overlap_step"
-GUARD = 'if __name__ == "__main__":'
-_ASKS = f"; what trains in the script has to stand under `{GUARD}`, since its optimizer process reads that again"
 
 _SWITCHES = {
     "amp": 'use "bf16"',
@@ -250,14 +247,8 @@ def _outcome(config: Mapping[str, Any], asked: Section) -> Outcome:
         found = (*refusals(config), *optimizers.refusals(config))
     if found:
         return Outcome("refused", backend, refusals=found)
-    asks = _ASKS if backend == "deepspeed" and overlaps(config) else ""
+    asks = spawning.ASKS if backend == "deepspeed" and spawning.overlaps(config) else ""
     return Outcome("trains", backend, quality_of(config, wanted), reason=asks)
-
-
-def overlaps(config: Mapping[str, Any]) -> bool:
-    """Whether upstream updates in a process of its own with a ds_config."""
-    overlap = at(config, path_of(OVERLAP))
-    return overlap is True and stage_of(config) in (1, 2, 3) and offload_device(config) != "none"
 
 
 def quality_of(config: Mapping[str, Any], wanted: Section) -> Quality:

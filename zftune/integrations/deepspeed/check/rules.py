@@ -17,8 +17,9 @@ from zftune.ds_config.facts import GOOD, RARE_SELECTION_STEPS, SAFE_UPDATE_INTER
 from zftune.ds_config.reading import MISSING, at
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Severity
 from zftune.integrations.deepspeed.check.subject import OFFLOAD, ZENFLOW, ZERO, Subject, is_whole
-from zftune.integrations.deepspeed.outcome import A_NUMBER, GUARD, OVERLAP, overlaps
+from zftune.integrations.deepspeed.outcome import A_NUMBER
 from zftune.integrations.deepspeed.section import meant
+from zftune.integrations.deepspeed.spawning import GUARD, OVERLAP, overlaps
 from zftune.store.types import Backend
 
 UPSTREAM: tuple[Backend, ...] = ("deepspeed",)
