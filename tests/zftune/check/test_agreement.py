@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, example, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from zftune.integrations.deepspeed.verdict import undecided
 
 from tests.tiers import by_day
 from tests.zftune.check.asked import ask
@@ -19,8 +18,8 @@ from zenflow.ds_config import modernized
 from zftune.ds_config import reading
 from zftune.ds_config.reading import MISSING, Source, offload_device
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import asking, upstream
 from zftune.integrations.deepspeed import backend as zenflow
+from zftune.integrations.deepspeed import upstream
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.integrations.deepspeed.check.findings import Finding
 from zftune.integrations.deepspeed.choosing import Chosen, with_knobs
@@ -107,14 +106,14 @@ def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:
     elif any(finding.advice.startswith("did you mean") for finding in findings):
         assert report.outcome.kind == "refused"  # by zftune run, before a training could take it
     elif said == "zenflow" and offload_device(as_handed_on(config)) != "none":
-        error = asking.first_error(plan_of(config, asked).config, 1)  # the engine is made with what is left of it
+        errors = ask(plan_of(config, asked).config, 1)  # the engine is made with what is left of it
         if not any(finding.rule in OTHERS for finding in findings):  # these end it before an engine could
-            assert (findings == []) == (error is None)
-        assert report.outcome.kind == "trains" or error is not None
+            assert (findings == []) == (errors == [])
+        assert report.outcome.kind == "trains" or errors
     return sentence is not None
 
 
-@settings(max_examples=by_day(150, all_of=3000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=by_day(50, all_of=1000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=ds_configs(), asked=st.sampled_from([None, "zenflow", "deepspeed"]))
 @example(config={**safe("zero2-offload"), "zftune": {"backend": "deepspeed", "online": True}}, asked=None)
 @example(config={**safe("zero2-offload"), "fp16": {"enabled": True, "loss_scale": -1}}, asked="zenflow")
@@ -125,7 +124,6 @@ def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:
     asked=None,
 )
 def test_what_a_run_refuses_is_an_error_of_the_check(config: dict[str, Any], asked: Backend | None) -> None:
-    assume(not undecided(config))  # DeepSpeed itself would be asked, which takes seconds
     event("refused" if require_agreement(config, asked) else "taken")
 
 
