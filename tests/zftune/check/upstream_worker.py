@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import upstream_ops
-from zftune.ds_config.reading import Source
+from zftune.ds_config.reading import MISSING, Source, at
 from zftune.integrations.deepspeed import asking
 from zftune.integrations.deepspeed.check.checking import check, fix
 
@@ -119,7 +119,10 @@ def made_engine(config: Any) -> None:
 
     upstream_ops.allow_fp16()
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    if at(config, ("optimizer", "type")) in (None, MISSING):  # then it is the script's: the one that offloading takes
+        given["optimizer"] = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters())
+    deepspeed.initialize(model=model, config=config, **given)
 
 
 def train(config: Any) -> dict[str, Any]:
