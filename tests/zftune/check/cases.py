@@ -221,6 +221,8 @@ THE_FILE = (
     Bad(
         "amp", "zero2-offload", {"amp": {"enabled": True}}, "train", "AssertionError", path="amp.enabled", mended=False
     ),
+    Bad("autocast-quantized", "zero2-offload",
+        {f"{ZERO}.zero_quantized_weights": True, "torch_autocast": {"enabled": True}}, "elsewhere"),
     Bad("refused-by-deepspeed", "zero2-offload", {f"{ZERO}.cpu_offload": True}, "parse", "AssertionError"),
     Bad("refused-by-deepspeed", "fp16-offload", {"bf16": {"enabled": True}}, "parse", "AssertionError",
         path="fp16.enabled"),

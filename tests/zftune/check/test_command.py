@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -234,7 +235,7 @@ def test_lines_fit(width: int) -> None:
 def test_settings_are_shown_as_they_are() -> None:
     config = {"zero_optimization": {"stage": 2, "[red]\x1b[31mx": 1}}
     stream = io.StringIO()
-    Console(file=stream, width=80).print(render(check(config, backend=None, version=None)))
+    Console(file=stream, width=80).print(render(check(config, backend=None, version=None, ask=ask)))
     assert "zero_optimization.[red]?[31mx = 1" in stream.getvalue()
     assert "DeepSpeed is not installed" in stream.getvalue()
 
@@ -261,7 +262,7 @@ def test_deepspeed_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
 def test_without_deepspeed_what_is_known_is_checked(
     zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zftune.telemetry.fingerprint.installed", lambda _: None)
+    monkeypatch.setattr(importlib.import_module("zftune.telemetry.fingerprint"), "installed", lambda _: None)
     code, out, _ = zftune(written(tmp_path, BAD))
     assert (code, out.count("DeepSpeed is not installed: only what zftune")) == (1, 1)
     assert "full_warm_up_rounds = 4" in " ".join(out.split())

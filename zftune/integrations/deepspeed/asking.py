@@ -196,8 +196,13 @@ def _check_optimizer(read: Any) -> None:
         import torch
 
         kind([torch.nn.Parameter(torch.zeros(1))], **settings)
-    else:
-        _require_numbers(settings)
+        return
+    _require_numbers(settings)
+    if read.zero_config.stage in (1, 2) and getattr(read.zero_config, "zenflow", None) is not None:
+        import torch  # whose AdamW has ZenFlow's selected columns, and looks at the bounds
+
+        known = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay") if name in settings}
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **known)
 
 
 def _require_numbers(settings: Mapping[str, Any]) -> None:

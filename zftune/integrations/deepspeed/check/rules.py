@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from zenflow.config import is_number
 from zftune.ds_config.facts import GOOD, RARE_SELECTION_STEPS, SAFE_UPDATE_INTERVAL, SCRAMBLING, ZENFLOW_OPTIMIZERS
-from zftune.ds_config.reading import MISSING, at
+from zftune.ds_config.reading import MISSING, at, truth
 from zftune.integrations.deepspeed.check.findings import THE_FILE, Severity
 from zftune.integrations.deepspeed.check.subject import OFFLOAD, ZENFLOW, ZERO, Subject, is_whole
 from zftune.integrations.deepspeed.outcome import A_NUMBER
@@ -194,6 +194,10 @@ _ANYWHERE = (
     Rule(name="zftune-misplaced", field=f"{ZERO}.zftune", severity="crashes", backends=BOTH, fix=_zftunes_own,
          when=lambda s: s.has(f"{ZERO}.zftune"),
          reason="DeepSpeed refuses names that it does not know here. At the top level it ignores them."),
+    Rule(name="autocast-quantized", field=f"{ZERO}.zero_quantized_weights", severity="crashes",
+         when=lambda s: truth(s.at("torch_autocast.enabled")) and truth(s.at(f"{ZERO}.zero_quantized_weights")),
+         reason="DeepSpeed refuses quantized weights with torch's autocast.",
+         fix={f"{ZERO}.zero_quantized_weights": False}),
     *(Rule(name="misplaced-section", field=name, severity="ignored", backends=BOTH, fix=_moved(name, f"{ZERO}.{name}"),
            when=lambda s, name=name: s.has(name),  # type: ignore[misc]
            reason='DeepSpeed reads it in "zero_optimization" only: here it has no effect.')
@@ -201,7 +205,8 @@ _ANYWHERE = (
     Rule(name="misplaced-section", field=f"{ZERO}.{_UNTESTED}", severity="crashes", backends=_where_deepspeed_trains,
          when=lambda s: s.has(f"{ZERO}.{_UNTESTED}"), fix=_moved(f"{ZERO}.{_UNTESTED}", _UNTESTED),
          reason="DeepSpeed reads it at the top level, and refuses it here."),
-    Rule(name="amp", field="amp.enabled", severity="crashes", when=lambda s: s.enabled("amp") and s.stage,
+    Rule(name="amp", field="amp.enabled", severity="crashes", 
+         when=lambda s: s.has("amp.enabled") and s.at("amp.enabled") and s.stage,
          reason="DeepSpeed refuses Apex amp with ZeRO.", advice='"bf16": {"enabled": true} in its place'),
     Rule(name="clipping-no-number", field=_CLIPPING, severity="crashes", backends=_where_deepspeed_trains,
          when=lambda s: not isinstance(at(s.given, (_CLIPPING,)), (int, float, type(MISSING))),
