@@ -384,7 +384,8 @@ def can_be_made_here(config: dict[str, Any]) -> bool:
     nvme = any("nvme" in str(zero.get(name)) for name in ("offload_optimizer", "offload_param"))
     overlaps = at(config, path_of(f"{ZENFLOW}.overlap_step")) not in (MISSING, False)
     ranks = any(config.get(name) not in (None, 1) for name in ("sequence_parallel_size", "pipeline_parallel_size"))
-    return compiled and not (nvme or overlaps or ranks or any(name in config for name in _ELSEWHERE))
+    quantized = any("quantized" in name and value for name, value in zero.items())  # not on a CPU
+    return compiled and not (nvme or overlaps or ranks or quantized or any(name in config for name in _ELSEWHERE))
 
 
 def _put_to_it() -> dict[str, dict[str, Any]]:

@@ -205,7 +205,7 @@ _ANYWHERE = (
     Rule(name="misplaced-section", field=f"{ZERO}.{_UNTESTED}", severity="crashes", backends=_where_deepspeed_trains,
          when=lambda s: s.has(f"{ZERO}.{_UNTESTED}"), fix=_moved(f"{ZERO}.{_UNTESTED}", _UNTESTED),
          reason="DeepSpeed reads it at the top level, and refuses it here."),
-    Rule(name="amp", field="amp.enabled", severity="crashes", 
+    Rule(name="amp", field="amp.enabled", severity="crashes",
          when=lambda s: s.has("amp.enabled") and s.at("amp.enabled") and s.stage,
          reason="DeepSpeed refuses Apex amp with ZeRO.", advice='"bf16": {"enabled": true} in its place'),
     Rule(name="clipping-no-number", field=_CLIPPING, severity="crashes", backends=_where_deepspeed_trains,
