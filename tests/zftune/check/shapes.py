@@ -372,6 +372,7 @@ def some_config(random: Random) -> dict[str, Any]:
     return config
 
 
+_UNCOMPILED = ("adagrad", "lamb", "lion")
 _COMPILED = ("adam", "adamw")  # for a CPU; torch's own are there
 _ELSEWHERE = ("aio", "autotuning", "compression_training", "csv_monitor", "elasticity", "hybrid_engine", "tensorboard")
 
@@ -380,12 +381,16 @@ def can_be_made_here(config: dict[str, Any]) -> bool:
     """Whether DeepSpeed can make an engine of it on a CPU, on one rank, without compiling, and within seconds."""
     kind, zero = at(config, ("optimizer", "type")), config.get(ZERO)
     zero = zero if isinstance(zero, dict) else {}
-    compiled = not isinstance(kind, str) or kind.lower() in _COMPILED or hasattr(torch.optim, kind)
+    compiled = not isinstance(kind, str) or kind.lower() in _COMPILED or kind in vars(torch.optim)
     nvme = any("nvme" in str(zero.get(name)) for name in ("offload_optimizer", "offload_param"))
     overlaps = at(config, path_of(f"{ZENFLOW}.overlap_step")) not in (MISSING, False)
     ranks = any(config.get(name) not in (None, 1) for name in ("sequence_parallel_size", "pipeline_parallel_size"))
+    compiled = compiled and not (isinstance(kind, str) and kind.lower() in _UNCOMPILED)
+    apex = "amp" in config and ZERO not in config  # without ZeRO it is imported
     quantized = any("quantized" in name and value for name, value in zero.items())  # not on a CPU
-    return compiled and not (nvme or overlaps or ranks or quantized or any(name in config for name in _ELSEWHERE))
+    return compiled and not (
+        nvme or overlaps or ranks or quantized or apex or any(name in config for name in _ELSEWHERE)
+    )
 
 
 def _put_to_it() -> dict[str, dict[str, Any]]:
