@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -295,45 +297,6 @@ def _zenflow_section(section: Mapping[str, Any], faults: list[tuple[str, Any, st
     return knobs
 
 
-def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The name of each field whose value is not allowed, and what is."""
-    for name in ("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"):
-        if not (is_number(values[name]) and 0 <= values[name] <= 1):
-            yield name, "a number from 0 to 1"
-    for name in ("select_interval", "update_interval"):
-        if not _is_count(values[name], 1) and values[name] != "auto":
-            yield name, f'an integer >= 1 or "auto"{did_you_mean(values[name], ("auto",))}'
-    for name, least in (("max_update_interval", 1), ("full_warm_up_rounds", 0), ("gradient_accumulation_steps", 1)):
-        if not _is_count(values[name], least):
-            yield name, f"an integer >= {least}"
-    for name in ("overlap_step", "skip_nonfinite", "ledger", "stream", "reduce_gradients"):
-        if not isinstance(values[name], bool):
-            yield name, "true or false"
-    for name, literal in (
-        ("select_strategy", SelectStrategy),
-        ("deferred_update", DeferredUpdate),
-        ("pipeline", Pipeline),
-    ):
-        if values[name] not in get_args(literal):
-            words = get_args(literal)
-            allowed = " or ".join(f'"{value}"' for value in words)
-            yield name, f"{allowed}{did_you_mean(values[name], words)}"
-    norm, epoch, threads = values["max_grad_norm"], values["steps_per_epoch"], values["host_threads"]
-    if norm is not None and not (is_number(norm) and norm > 0):
-        yield "max_grad_norm", "a number > 0, or none"
-    if epoch is not None and not _is_count(epoch, 1):
-        yield "steps_per_epoch", "an integer >= 1, or none"
-    for name in ("bucket_bytes", "staging_bytes"):
-        if not _is_count(values[name], 1):
-            yield name, "an integer >= 1"
-    if threads is not None and not (_is_count(threads, 1) and threads <= MAX_THREADS):
-        yield "host_threads", f"an integer from 1 to {MAX_THREADS}, or none"
-    limit = "max_update_interval" if values["update_interval"] == "auto" else "update_interval"
-    lag, longest = values["apply_lag"], values[limit]
-    if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):
-        yield "apply_lag", f"an integer from 1 to {limit} ({longest}), or none"
-
-
 def _whole(value: Any) -> Any:
     """An integer that is written as 4.0, which DeepSpeed takes for 4."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -359,3 +322,54 @@ def _section(
     if value is not None:
         faults.append((f"{prefix}{name}", value, "a JSON object"))
     return {}
+
+
+def _share(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _count(least: int, *words: str | None, most: float = math.inf) -> Callable[[object], bool]:
+    """Whether a value is an integer in these bounds, or one of these words."""
+    return lambda value: value in words or (_is_count(value, least) and value <= most)  # type: ignore[operator]
+
+
+def _word(value: object, words: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in words
+
+
+_INTERVAL = ('an integer >= 1 or "auto"', _count(1, "auto"), ("auto",))
+_SWITCH = ("true or false", lambda value: isinstance(value, bool), ())
+_NUMBER = ("a number from 0 to 1", _share, ())
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool], Sequence[str]]] = {
+    **dict.fromkeys(("topk_ratio", "offload_ratio", "auto_ratio", "pt_reserved_cores_perc"), _NUMBER),
+    **dict.fromkeys(("select_interval", "update_interval"), _INTERVAL),
+    "full_warm_up_rounds": ("an integer >= 0", _count(0), ()),
+    **dict.fromkeys(
+        ("max_update_interval", "gradient_accumulation_steps", "bucket_bytes", "staging_bytes"),
+        ("an integer >= 1", _count(1), ()),
+    ),
+    **dict.fromkeys(("overlap_step", "skip_nonfinite", "ledger", "stream", "reduce_gradients"), _SWITCH),
+    **{
+        name: (" or ".join(f'"{word}"' for word in words), functools.partial(_word, words=words), words)
+        for name, words in (
+            ("select_strategy", get_args(SelectStrategy)),
+            ("deferred_update", get_args(DeferredUpdate)),
+            ("pipeline", get_args(Pipeline)),
+        )
+    },
+    "max_grad_norm": ("a number > 0, or none", lambda value: value is None or (is_number(value) and value > 0), ()),
+    "steps_per_epoch": ("an integer >= 1, or none", _count(1, None), ()),
+    "host_threads": (f"an integer from 1 to {MAX_THREADS}, or none", _count(1, None, most=MAX_THREADS), ()),
+}
+"""Of each field: what is allowed, in words and as a test, and the words that a misspelt one may have meant."""
+
+
+def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The name of each field whose value is not allowed, and what is."""
+    for name, (allowed, is_allowed, words) in _ALLOWED.items():
+        if not is_allowed(values[name]):
+            yield name, f"{allowed}{did_you_mean(values[name], words)}"
+    limit = "max_update_interval" if values["update_interval"] == "auto" else "update_interval"
+    lag, longest = values["apply_lag"], values[limit]
+    if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):
+        yield "apply_lag", f"an integer from 1 to {limit} ({longest}), or none"

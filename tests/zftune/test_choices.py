@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.zftune.check.asked import ask
 from zftune.ds_config.facts import GOOD
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.check.checking import check
@@ -39,12 +40,12 @@ def test_a_value_is_answered_with_the_near_name_or_with_none() -> None:
     ],
 )
 def test_a_value_of_a_ds_config_is_answered_with_the_near_one(section: dict[str, Any], meant: str) -> None:
-    report = check({**DS, **section}, version=GOOD)
+    report = check({**DS, **section}, version=GOOD, ask=ask)
     assert str(report.outcome).endswith(f"; did you mean {meant}"), str(report.outcome)
 
 
 def test_a_misspelt_device_is_not_mended_by_leaving_offloading_out() -> None:
     config = {**DS, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cup"}}}
-    found = [one for one in check(config, version=GOOD).findings if ".".join(one.path) == OFFLOAD]
+    found = [one for one in check(config, version=GOOD, ask=ask).findings if ".".join(one.path) == OFFLOAD]
     assert len(found) == 2  # of DeepSpeed, and of zftune run
-    assert all(not one.changes and "did you mean cpu" in one.reason for one in found)
+    assert all(not one.changes and "did you mean cpu" in f"{one.reason} {one.safe}" for one in found)

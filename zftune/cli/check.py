@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from zftune.ds_config.reading import Source
-    from zftune.integrations.deepspeed.check.subject import FaultOfPreset
+    from zftune.integrations.deepspeed.asking import Ask
+    from zftune.integrations.deepspeed.check.checking import Mended
 
 _Config = Annotated[
     str, typer.Argument(metavar="DS_CONFIG", help="A ds_config.json, or an Accelerate YAML that has one or names one.")
@@ -34,27 +37,10 @@ _Backend = Annotated[
     typer.Option(help="Judge for zenflow (zftune run's runtime) or deepspeed. Default: as the file says, else both."),
 ]
 _Gpus = Annotated[int | None, typer.Option(help="Number of ranks, which batch sizes have to fit. Default: any.")]
-_Script = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="The training's script: whether \"auto\" gets a value there, DeepSpeed's overlapped ZenFlow starts.",
-    ),
-]
 _All = Annotated[bool, typer.Option("--all", help="Show notes too: they need no change.")]
 _Json = Annotated[
     str | None, typer.Option("--json", metavar="PATH", help="Write the findings as JSON; '-': standard output.")
 ]
-
-
-class _Judge(NamedTuple):
-    """For whom it is judged, and by what."""
-
-    backend: Backend | None
-    version: str | None
-    world_size: int | None
-    fault_of_preset: FaultOfPreset
-    script: Path | None
 
 
 def check(
@@ -63,7 +49,6 @@ def check(
     output: _Output = None,
     backend: _Backend = None,
     gpus: _Gpus = None,
-    script: _Script = None,
     show_all: _All = False,
     json_path: _Json = None,
 ) -> None:
@@ -74,30 +59,54 @@ def check(
     chosen = _backend(backend)
     if gpus is not None and gpus < 1:
         raise BadInputError.of("--gpus", gpus, "an integer >= 1")
-    if script is not None and not Path(script).is_file():
-        raise BadInputError(f"--script '{script}': there is no such file")
     _check_paths(fix, output, json_path)
     from rich.console import Console
 
     import zftune
     from zftune.ds_config.reading import read
     from zftune.integrations.deepspeed.check import checking, findings
-    from zftune.telemetry.fingerprint import installed
 
-    source, version = read(ds_config), installed("deepspeed")
-    judge = _Judge(chosen, version, gpus, functools.cache(_fault_of_preset), Path(script) if script else None)
+    source = read(ds_config)
     if fix and source.through is not None:
         other = f"names '{source.path}'" if source.path != ds_config else "is of Accelerate or a training"
         raise BadInputError(f"--fix of '{ds_config}': it {other}; it must be a ds_config itself")
-    report = checking.check(source, **judge._asdict())
     console = Console(stderr=json_path == STANDARD_OUTPUT)
+    judge: dict[str, Any] = {
+        "backend": chosen,
+        "world_size": gpus,
+        "fault_of_preset": functools.cache(_fault_of_preset),
+    }
+    with _deepspeed(console, quiet=json_path is not None) as (version, ask):
+        report = checking.check(source, version=version, ask=ask, **judge)
+        mended = checking.fix(source, version=version, ask=ask, **judge) if output is not None else None
     console.print(findings.render(report, notes=show_all))
     ok, fixed = report.ok, None
-    if output is not None:
-        ok, fixed = _fix_it(console, source, judge, ds_config, output)
+    if mended is not None:
+        ok, fixed = mended[2].ok, checking.document(*mended[1:])
+        _write(console, source, mended, ds_config, str(output))
     write_json(report.document(zftune.__version__, fixed), json_path)
     if not ok:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _deepspeed(console: Console, *, quiet: bool) -> Iterator[tuple[str | None, Ask | None]]:
+    """The installed version and its judgement, None if there is none; a terminal shows that it is being asked."""
+    from zftune.integrations.deepspeed.asking import Asker, AskingError
+    from zftune.telemetry.fingerprint import installed
+
+    version = installed("deepspeed")
+    with contextlib.ExitStack() as stack:
+        if version is not None and console.is_terminal and not quiet:
+            stack.enter_context(console.status(f"asking DeepSpeed {version} ..."))
+        ask = None if version is None else stack.enter_context(Asker())
+        try:
+            if ask is not None:
+                ask({"train_batch_size": 1}, 1)
+        except AskingError as error:
+            ask = None
+            console.print(f"DeepSpeed {version} could not be asked: {error}", style="bold red", markup=False)
+        yield version, ask
 
 
 def _backend(name: str | None) -> Backend | None:
@@ -127,16 +136,13 @@ def _fault_of_preset(name: str) -> str | None:
     return None
 
 
-def _fix_it(
-    console: Console, source: Source, judge: _Judge, ds_config: str, output: str
-) -> tuple[bool, dict[str, Any]]:
-    """Write the mended file and show what was changed; whether it has no fault, and the same as JSON."""
+def _write(console: Console, source: Source, mended: Mended, ds_config: str, output: str) -> None:
+    """Write the mended file and show what was changed."""
     from zftune.ds_config.reading import rewritten
-    from zftune.integrations.deepspeed.check import checking, findings
-    from zftune.integrations.deepspeed.check.findings import shown_path
+    from zftune.integrations.deepspeed.check import findings
 
-    config, done, left = checking.fix(source, **judge._asdict())
-    path, text = shown_path((output,)), rewritten(source, config)
+    config, done, left = mended
+    path, text = findings.shown_path((output,)), rewritten(source, config)
     is_same = Path(output).exists() and Path(output).samefile(ds_config)
     if text == source.text:
         heading = f"nothing to change, {'the file stays as it is' if is_same else 'the same text is written'}: {path}"
@@ -145,4 +151,3 @@ def _fix_it(
     if text != source.text or not is_same:
         write_text(text, output, option="-o")
     console.print(findings.render_changes(heading, [change for change, _ in done], left))
-    return left.ok, checking.document(done, left)

@@ -96,8 +96,8 @@ AROUND_ZENFLOW = (
     _zf("topk-auto", {TOPK: "auto"}, "figure"),
     _zf("refused-by-deepspeed", {TOPK: 1.5}, "parse", INVALID),
     _zf("refused-by-deepspeed", {TOPK: "much"}, "parse", INVALID),
-    _zf("topk-limit", {TOPK: 0}, "parse", INVALID),
-    _zf("topk-limit", {TOPK: 1}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {TOPK: 0}, "parse", INVALID),
+    _zf("refused-by-deepspeed", {TOPK: 1}, "parse", INVALID),
     _zf("zenflow-stage-0", {f"{ZERO}.stage": 0}, "train", "AttributeError"),
     _zf("zenflow-stage-3", {f"{ZERO}.stage": 3}, "figure", mended=False),
     _zf("zenflow-without-offload", {OFFLOAD: MISSING}, "train", "ValueError", path=f"{OFFLOAD}.device"),
@@ -136,7 +136,7 @@ AROUND_ZENFLOW = (
 )  # fmt: skip
 
 OFFLOADING = (
-    Bad("ratio-stage", "zero2-offload", {RATIO: 0.5}, "parse", INVALID),
+    Bad("refused-by-deepspeed", "zero2-offload", {RATIO: 0.5}, "parse", INVALID),
     Bad("refused-by-deepspeed", "twin-flow", {RATIO: 1.5}, "parse", INVALID),
     Bad("ratio-zenflow", "twin-flow", {ZENFLOW: safe("zenflow-sequential")[ZERO]["zenflow"]}, "train",
         "AssertionError", path=RATIO),
@@ -221,6 +221,8 @@ THE_FILE = (
     Bad(
         "amp", "zero2-offload", {"amp": {"enabled": True}}, "train", "AssertionError", path="amp.enabled", mended=False
     ),
+    Bad("autocast-quantized", "zero2-offload",
+        {f"{ZERO}.zero_quantized_weights": True, "torch_autocast": {"enabled": True}}, "elsewhere"),
     Bad("refused-by-deepspeed", "zero2-offload", {f"{ZERO}.cpu_offload": True}, "parse", "AssertionError"),
     Bad("refused-by-deepspeed", "fp16-offload", {"bf16": {"enabled": True}}, "parse", "AssertionError",
         path="fp16.enabled"),

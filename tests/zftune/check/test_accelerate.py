@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.zftune.check.asked import ask
 from zftune.cli import main as cli
 from zftune.ds_config.reading import given, read
 from zftune.errors import BadInputError
@@ -142,7 +143,7 @@ def written(folder: Path, text: str, name: str = "acc.yaml") -> str:
 
 
 def judged(path: str) -> Report:
-    return check(read(path), version="0.19.6")
+    return check(read(path), version="0.19.6", ask=ask)
 
 
 @pytest.mark.parametrize("name", YAMLS)

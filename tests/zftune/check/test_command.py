@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
 import os
@@ -16,9 +18,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.zftune.check.asked import ask
 from tests.zftune.check.cases import CASES, safe
 from tests.zftune.store.examples import PRESET
 from zftune.cli import main as cli
+from zftune.integrations.deepspeed.asking import Asker
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.integrations.deepspeed.check.findings import render
 from zftune.store import open_store
@@ -39,6 +43,8 @@ BAD: dict[str, Any] = {
 @pytest.fixture
 def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Run it in this process: exit code, standard output and error."""
+
+    monkeypatch.setattr("zftune.integrations.deepspeed.asking.Asker", lambda: contextlib.nullcontext(ask))
 
     def run(*arguments: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["zftune", "check", *map(str, arguments)])
@@ -229,24 +235,51 @@ def test_lines_fit(width: int) -> None:
 def test_settings_are_shown_as_they_are() -> None:
     config = {"zero_optimization": {"stage": 2, "[red]\x1b[31mx": 1}}
     stream = io.StringIO()
-    Console(file=stream, width=80).print(render(check(config, backend=None, version=None)))
+    Console(file=stream, width=80).print(render(check(config, backend=None, version=None, ask=ask)))
     assert "zero_optimization.[red]?[31mx = 1" in stream.getvalue()
     assert "DeepSpeed is not installed" in stream.getvalue()
 
 
-def test_deepspeed_is_not_imported(tmp_path: Path) -> None:
+def test_deepspeed_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """A terminal shows that meanwhile."""
+    config = {**safe("zero2-offload"), "comms_logger": {"enabled": True, "prof_step": 1}}
     code = (
         "import sys\nfrom zftune.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n"
         "    print({'deepspeed', 'transformers', 'optuna'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "check", str(written(tmp_path, BAD))],
+        [sys.executable, "-c", code, "check", str(written(tmp_path, config))],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "COLUMNS": "80"},
+        env={**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1"},
     )
+    assert "asking DeepSpeed" in done.stdout
+    assert "there is no such setting in" in done.stdout
     assert done.stdout.endswith("set()\n")
+
+
+def test_without_deepspeed_what_is_known_is_checked(
+    zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("zftune.telemetry.fingerprint"), "installed", lambda _: None)
+    code, out, _ = zftune(written(tmp_path, BAD))
+    assert (code, out.count("DeepSpeed is not installed: only what zftune")) == (1, 1)
+    assert "full_warm_up_rounds = 4" in " ".join(out.split())
+
+
+def test_a_deepspeed_that_does_not_import_is_reported(
+    zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "installed" / "deepspeed"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('no such library')")
+    monkeypatch.setattr("zftune.integrations.deepspeed.asking.Asker", Asker)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(broken.parent), os.environ.get("PYTHONPATH", ""))))
+    code, out, _ = zftune(written(tmp_path, BAD))
+    assert code == 1
+    assert "could not be asked: ImportError: no such library" in " ".join(out.split())
+    assert "full_warm_up_rounds = 4" in " ".join(out.split())
 
 
 def test_a_misspelt_setting_is_not_set_to_something_else(zftune: Run, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Gives ds_configs to DeepSpeed and Accelerate: `python -m tests.zftune.check.upstream_worker IN OUT`, both JSON.
 
-IN: a list of {"config", "proof"}. OUT: for each what was raised, None for nothing, and some figures of the trained.
+IN: a list of {"config", "proof", "mended"}; with a version under "mended" the config is mended first, for that one.
+OUT: for each what was raised, None for nothing, and some figures of the trained.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests import upstream_ops
+from zftune.ds_config.reading import MISSING, Source, at
+from zftune.integrations.deepspeed import asking
+from zftune.integrations.deepspeed.check.checking import check, fix
 
 STEPS = 5
 
@@ -40,10 +45,35 @@ def main() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    runs = {"parse": parse, "accelerate": accelerate, "moves": moves, "selection": selection, "border": border}
-    results = [attempt(runs.get(job["proof"], train), job["config"]) for job in jobs]
+    runs: dict[str, Callable[[Any], Any]] = {
+        "parse": parse,
+        "accelerate": accelerate,
+        "moves": moves,
+        "selection": selection,
+        "border": border,
+        "initialize": initialize,
+    }
+    results = [attempt(runs.get(job["proof"], train), prepared(job)) for job in jobs]
     if os.environ["RANK"] == "0":
         Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+def prepared(job: Any) -> Any:
+    config = job["config"]
+    if job.get("mended"):
+        config, _, _ = fix(Source(config), backend="deepspeed", version=job["mended"], ask=asking.refusals)
+    return small(config)
+
+
+def small(config: Any) -> Any:
+    """With buffers for a small model, and memory that is not pinned: no rule but of speed looks at these."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict):
+        zero |= {name: 100_000 for name in ("reduce_bucket_size", "allgather_bucket_size") if zero.get(name) != "auto"}
+        offload = zero.get("offload_optimizer")
+        if isinstance(offload, dict) and offload.get("pin_memory") is True:
+            offload["pin_memory"] = False
+    return config
 
 
 def attempt(run: Callable[[Any], Any], config: Any) -> dict[str, Any]:
@@ -67,6 +97,32 @@ def accelerate(config: Any) -> None:
 
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     plugin.deepspeed_config_process(must_match=False, **FILLED)
+
+
+def initialize(config: Any) -> dict[str, Any]:
+    """What `check` finds to crash, and whether DeepSpeed makes an engine of it and takes a step."""
+    report = check(
+        config, backend="deepspeed", version=metadata.version("deepspeed"), ask=asking.refusals, world_size=1
+    )
+    crashes = [one.rule for one in report.findings if one.severity == "crashes"]
+    made = attempt(made_engine, config)
+    return {
+        "crashes": crashes,
+        "made": made,
+        "trained": None if made["raised"] or not crashes else attempt(train, config),
+    }
+
+
+def made_engine(config: Any) -> None:
+    import deepspeed
+    import torch
+
+    upstream_ops.allow_fp16()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    given: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    if at(config, ("optimizer", "type")) in (None, MISSING):  # then it is the script's: the one that offloading takes
+        given["optimizer"] = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters())
+    deepspeed.initialize(model=model, config=config, **given)
 
 
 def train(config: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,25 +13,27 @@ import pytest
 
 import zenflow
 import zftune
+from tests import zygote
 from zenflow import ZenFlowConfig
 from zftune.ds_config import facts
-from zftune.ds_config.tables import table, versions
 from zftune.planner.choosing import budget_of
 from zftune.quality import assumed_coverage
 from zftune.store.types import QUALITIES
 from zftune.tuner.space import PUBLISHED, space_for
 
-OF_ZENFLOW = [version for version in versions() if "ZenFlowConfig" in getattr(table(version), "models", {})]
 
-
-@pytest.mark.parametrize("version", OF_ZENFLOW)
-def test_the_defaults_of_zenflow_are_those_of_each_release(version: str) -> None:
-    known = table(version)
-    assert known is not None
-    fields = known.models["ZenFlowConfig"]["fields"]
-    defaults = {name: one["default"] for name, one in fields.items() if "default" in one}
-    assert defaults == {name: facts.ZENFLOW_DEFAULTS[name] for name in defaults}
-    assert set(facts.ZENFLOW_DEFAULTS) - set(defaults) <= {"pt_reserved_cores_perc"}  # which the first one has not
+def test_the_defaults_of_zenflow_are_those_of_the_installed_release() -> None:
+    """In a process of its own: DeepSpeed's import leaves warnings."""
+    code = (
+        "import json\n"
+        "from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as C\n"
+        "known = {name: one.default for name, one in C.model_fields.items() if not one.is_required()}\n"
+        "print('defaults', json.dumps(known))"
+    )
+    done = zygote.run(["-c", code], check=True)
+    (line,) = (one for one in done.stdout.splitlines() if one.startswith("defaults "))
+    defaults = json.loads(line.removeprefix("defaults "))
+    assert {name: defaults[name] for name in facts.ZENFLOW_DEFAULTS} == facts.ZENFLOW_DEFAULTS
 
 
 def test_the_runtime_takes_the_same_defaults_for_an_empty_section() -> None:
@@ -40,8 +43,7 @@ def test_the_runtime_takes_the_same_defaults_for_an_empty_section() -> None:
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 
-def test_what_was_tested_is_what_there_are_tables_of() -> None:
-    assert facts.TESTED[-1] == versions()[-1]
+def test_what_was_tested() -> None:
     assert {facts.GOOD, *facts.TESTED_UPSTREAM, *facts.SCRAMBLING} <= set(facts.TESTED)
     assert not facts.scrambles(facts.GOOD)
     assert facts.scrambles(f"{facts.SCRAMBLING[0]}+cu128")

@@ -17,7 +17,7 @@ from zenflow.ds_config import modernized
 from zftune.ds_config.facts import TESTED
 from zftune.ds_config.reading import TELLTALES, at, offload_device, path_of, read_given
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.outcome import outcome
+from zftune.integrations.deepspeed.outcome import outcome, require_known_names
 from zftune.integrations.deepspeed.section import INSTEAD, Section
 from zftune.integrations.deepspeed.spawning import refuse_second_reading
 
@@ -114,6 +114,7 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
             f"mpu or mesh_param is given; the backend zenflow trains data parallel only: leave it out, or {INSTEAD}"
         )
     _about_version()
+    require_known_names(config)
     plan = backend.plan(config, section)
     module, optimizer, scheduler = given["model"], given.get("optimizer"), given.get("lr_scheduler")
     backend.require_plain(module, plan.stage)

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from zenflow.errors import ConfigError
 from zenflow.rules import RULES
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.section import INSTEAD, Refusal, require_none
-from zftune.integrations.deepspeed.verdict import meant
+from zftune.integrations.deepspeed.section import INSTEAD, Refusal, meant, require_none
 from zftune.text import either
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from zenflow.config import read_ds_config
 from zenflow.ds_config import modernized
-from zftune.ds_config.facts import TESTED_UPSTREAM, scrambles
+from zftune.ds_config.facts import BATCH, OWN_KNOBS, TESTED_UPSTREAM, scrambles
 from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, path_of, shown, stage_of
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed import optimizers, precision, section, spawning
+from zftune.integrations.deepspeed import asking, optimizers, precision, section, spawning
+from zftune.integrations.deepspeed.asking import Fault
 from zftune.integrations.deepspeed.section import INSTEAD, INSTEAD_OF_A_SECTION, NAME, Refusal, Section
-from zftune.integrations.deepspeed.verdict import BATCH, Fault, meant
 from zftune.store.types import Backend, Quality
 
 TAKEN_OVER = ("bf16", "bfloat16", "fp16", "data_types", "optimizer", "zero_optimization", "zftune")
@@ -139,6 +139,21 @@ def _dtype_word(config: Mapping[str, Any]) -> str:
     return "bf16" if enabled(config, "bf16", "bfloat16") else "fp16" if enabled(config, "fp16") else "fp32"
 
 
+def require_known_names(config: Mapping[str, Any]) -> None:
+    """Refuse a misspelt setting of a section that DeepSpeed would refuse, but that the backend zenflow reads itself.
+
+    Args:
+        config: of the training, in the process that has imported DeepSpeed.
+
+    Raises:
+        BadInputError: there is one.
+    """
+    sections = {name: config[name] for name in ("bf16", "fp16", "zero_optimization") if name in config}
+    for fault in asking.refusals({"train_batch_size": 1, **sections}, 1):
+        if fault.unknown and fault.near and fault.path[-1] not in OWN_KNOBS:
+            raise BadInputError(f"DeepSpeed has no setting {'.'.join(fault.path)}; {fault.near}")
+
+
 def refuse_scrambling(config: Mapping[str, Any], version: str) -> None:
     """Refuse upstream's ZenFlow where it destroys the weights.
 
@@ -205,15 +220,13 @@ def outcome(config: Mapping[str, Any], asked: Section, faults: Sequence[Fault] =
     """
     done = _outcome(config, asked)
     for fault in faults if done.kind != "refused" else ():
-        value = at(config, fault.path)
-        near = (fault.near or meant(fault.path)) if fault.unknown else ""
-        reaches = done.backend != "zenflow" or fault.path[0] not in TAKEN_OVER or near
-        if reaches and value is not MISSING and fault.path[0] not in BATCH:
-            unknown = f"left out: DeepSpeed has no such setting{f'; {near}' if near else ''}"
-            allowed = unknown if fault.unknown else f"{fault.allowed} for DeepSpeed"
-            end = f"; {fault.near}" if fault.near and not fault.unknown else ""
-            refusal = Refusal(".".join(fault.path), shown(value), allowed, near=end)
-            return Outcome("refused", refusals=(refusal,))
+        value, first = at(config, fault.path), next(iter(fault.path), "")
+        near = fault.near if fault.unknown else ""
+        reaches = done.backend != "zenflow" or first not in TAKEN_OVER or near
+        if reaches and value is not MISSING and first not in BATCH:
+            other = "left out: DeepSpeed has no such setting" if fault.unknown else f"something else: {fault.error}"
+            end = f"; {fault.near}" if fault.near else ""
+            return Outcome("refused", refusals=(Refusal(".".join(fault.path), shown(value), other, near=end),))
     return done
 
 

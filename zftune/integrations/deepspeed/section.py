@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
+from zenflow.names import LIKENESS, did_you_mean, nearest
+from zftune.ds_config.facts import NAMES, OTHER_WORDS
+from zftune.ds_config.reading import SettingPath
 from zftune.errors import BadInputError
 from zftune.store.types import Backend, Quality
 from zftune.text import either, near
@@ -67,6 +71,41 @@ def require_none(refusals: Iterable[Refusal]) -> None:
         error = BadInputError(str(refusal))
         error.field, error.value, error.allowed = refusal.field, refusal.value, refusal.allowed
         raise error
+
+
+_TYPO = 0.85
+"""Likeness from which a name is near where any name is allowed, as at the top level: a letter or two differ."""
+
+
+def meant(path: SettingPath) -> str:
+    """The question about an unknown name that is near a known one: "did you mean lr"; "" elsewhere.
+
+    Args:
+        path: of the setting, in a section that no model of DeepSpeed's describes.
+    """
+    section, name = path[:-1], path[-1]
+    others = OTHER_WORDS if section == ("optimizer", "params") else {}
+    known = frozenset(FIELDS) if section == (NAME,) else NAMES.get(section, frozenset())
+    if name in others:
+        return f"did you mean {others[name]}"
+    if name in known or name in NAMES[()]:  # of another version, or in another place
+        return ""
+    if not section and (name.startswith("_") or name.endswith("_")):  # switched off so, by habit
+        return ""
+    near = nearest(name, {*known, *others}, LIKENESS if section in ((NAME,), ("optimizer", "params")) else _TYPO)
+    names = dict.fromkeys(others.get(one, one) for one in near.split(" or "))
+    return f"did you mean {' or '.join(names)}" if near else ""
+
+
+def mistyped(value: Any, near: str) -> str:
+    """The one word that a value differs from in a letter or two; "" where there is none, or several.
+
+    Args:
+        value: that is refused.
+        near: a text that ends with "did you mean cpu".
+    """
+    found = re.search(r"\bdid you mean (\S+)$", near)
+    return nearest(value, (found[1],), _TYPO) if found is not None and isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +194,6 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 def _allowed(name: str, value: object) -> str | None:
     """What is allowed where a value is not."""
     if name not in FIELDS:
-        from zenflow.names import did_you_mean
-
         return f"left out: the fields are {', '.join(FIELDS)}{did_you_mean(name, FIELDS)}"
     if value == "auto":
         return 'another word: Hugging Face takes "auto" for its own'

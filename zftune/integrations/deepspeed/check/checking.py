@@ -4,62 +4,117 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from zftune.ds_config.facts import GOOD
 from zftune.ds_config.reading import MISSING, Source, at, path_of, put, shown
+from zftune.integrations.deepspeed.asking import Ask
 from zftune.integrations.deepspeed.check.findings import Change, Finding, Report, by_severity, shown_path
-from zftune.integrations.deepspeed.check.rules_deepspeed import (
-    DEEPSPEED_NAMES,
-    DEEPSPEED_RULES,
-    FILE_RULES,
-    PRECISION_RULES,
-    STAGE,
-    can_be_left_out,
-    switched,
-)
-from zftune.integrations.deepspeed.check.rules_offload import INTERVAL_RULES, OFFLOAD_RULES
-from zftune.integrations.deepspeed.check.rules_zenflow import ZENFLOW_NOTES, ZENFLOW_RULES
-from zftune.integrations.deepspeed.check.subject import OURS, UPSTREAM, FaultOfPreset, Rule, Subject, change, left_out
+from zftune.integrations.deepspeed.check.general import GENERAL, GENERAL_RULES
+from zftune.integrations.deepspeed.check.rules import RULES, Rule
+from zftune.integrations.deepspeed.check.subject import FaultOfPreset, Subject, changes
 from zftune.integrations.deepspeed.outcome import Outcome
 from zftune.integrations.deepspeed.section import Refusal
-from zftune.integrations.deepspeed.verdict import mistyped
 from zftune.store.types import Backend
 
-ZENFLOW, DEEPSPEED = OWN_NAMES = ("backend-zenflow", "backend-deepspeed")
-
-
-def zenflow(subject: Subject) -> Iterator[Finding]:
-    """Unless the other backend is asked for."""
-    elsewhere = () if subject.forced else (change("zftune.backend", "deepspeed"),)
-    for refusal in subject.own_refusals if subject.backend != "deepspeed" else ():
-        mends: tuple[Change, ...] = ()
-        if number := subject.number_in(path_of(refusal.field)):
-            mends = (number,)
-        elif word := mistyped(subject.at(refusal.field), refusal.wanted):
-            mends = (change(refusal.field, word),)
-        elif switch := switched(refusal.field, subject.at(refusal.field)):
-            mends = (switch,)
-        elif refusal.field == STAGE:
-            mends = (change(STAGE, 2),)
-        elif refusal.instead and not refusal.near:
-            mends = elsewhere
-        elif subject.at(refusal.field) is not MISSING and can_be_left_out(refusal.field):
-            mends = (left_out(refusal.field),)
-        yield subject.finding(ZENFLOW, refusal.field, "crashes", refusal, *mends, backends=OURS)
-
-
-def deepspeed(subject: Subject) -> Iterator[Finding]:
-    """Where that backend is asked for."""
-    for refusal in subject.upstream_refusals if subject.backend == "deepspeed" else ():
-        yield subject.finding(DEEPSPEED, refusal.field, "crashes", refusal, backends=UPSTREAM)
-
-
-OWN_RULES: tuple[Rule, ...] = (zenflow, deepspeed)
-
-
+Mended: TypeAlias = tuple[dict[str, Any], list[tuple[Change, Finding]], Report]
 _MOST = 200  # far more than there are settings: a circle of changes must not go on for ever
+
+
+def check(
+    source: Source | Mapping[str, Any],
+    *,
+    backend: Backend | None = None,
+    version: str | None,
+    ask: Ask | None = None,
+    world_size: int | None = None,
+    fault_of_preset: FaultOfPreset | None = None,
+    upstream_asked: bool | None = None,
+) -> Report:
+    """What is wrong with a ds_config.
+
+    Args:
+        source: the ds_config.
+        backend: for which to judge; None: as its "zftune" section says, and for both where that says nothing.
+        version: of DeepSpeed; None: it is not installed, and is judged as 0.19.6.
+        ask: puts a ds_config to the installed DeepSpeed; None: what that refuses is not found.
+        world_size: number of ranks; None: any that the batch sizes fit.
+        fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
+        upstream_asked: whether somebody asks for DeepSpeed's own runtime, to which clipping and accumulation may have
+            to give way; None: where it is the one that is judged.
+    """
+    if not isinstance(source, Source):
+        source = Source(dict(source))
+    chosen = backend or _said(source.config)
+    subject = Subject(
+        config=source.config,
+        backend=chosen,
+        forced=backend is not None,
+        upstream_asked=chosen == "deepspeed" if upstream_asked is None else upstream_asked,
+        version=version or GOOD,
+        duplicates=source.duplicates,
+        flaw=source.flaw,
+        through_hugging_face=source.hugging_face,
+        world_size=world_size,
+        ask=ask,
+        fault_of_preset=fault_of_preset,
+    )
+    found = [_finding(rule, subject) for rule in RULES if rule.applies(subject)]
+    found += [finding for rule in GENERAL_RULES for finding in rule(subject)]
+    kept = [finding for finding in found if chosen is None or chosen in finding.backends]
+    told, places = by_severity(_once(kept)), source.places or {}
+    outcome = _refused(told, subject.outcome) if subject.outcome.backend == "deepspeed" else subject.outcome
+    return Report(version, chosen, tuple(one.placed(places) for one in told), outcome.placed(places), ask is not None)
+
+
+def _finding(rule: Rule, subject: Subject) -> Finding:
+    path = path_of(rule.field)
+    mends = subject.elsewhere() if rule.elsewhere else ()
+    advice = "zftune run then trains it as the file says" if mends else _value(rule.advice, subject)
+    return Finding(
+        rule=rule.name,
+        path=path,
+        value=at(subject.config, path),
+        severity=rule.severity,
+        reason=_value(rule.reason, subject),
+        backends=_value(rule.backends, subject),
+        changes=mends or tuple(changes(_value(rule.fix, subject))),
+        advice=advice,
+    )
+
+
+def _value(one: Any, subject: Subject) -> Any:
+    return one(subject) if callable(one) else one
+
+
+def _said(config: Mapping[str, Any]) -> Backend | None:
+    """The backend that a ds_config asks for itself."""
+    said = at(config, ("zftune", "backend"))
+    return "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
+
+
+def _refused(findings: Sequence[Finding], outcome: Outcome) -> Outcome:
+    """With DeepSpeed's own runtime, what `zftune run` does where it refuses what would end the training there.
+
+    What is not there is left to the script, which may set it.
+    """
+    ends = next((one for one in findings if one.ends_deepspeed and one.value is not MISSING), None)
+    if ends is None or outcome.kind != "trains":
+        return outcome
+    allowed = "something else with DeepSpeed's own runtime (its finding tells why)"
+    return Outcome("refused", "deepspeed", refusals=(Refusal(shown_path(ends.path), shown(ends.value), allowed),))
+
+
+def _once(findings: list[Finding]) -> Iterator[Finding]:
+    """Without the refusals, by general rules, of what another rule tells of for the same backend."""
+    told: set[tuple[Any, str]] = set()
+    for finding in sorted(findings, key=lambda one: one.rule in GENERAL):
+        whom = {(finding.path, backend) for backend in finding.backends}
+        if finding.rule in GENERAL and whom <= told:
+            continue
+        if finding.severity == "crashes":
+            told |= whom
+        yield finding
 
 
 def fix(
@@ -67,19 +122,19 @@ def fix(
     *,
     backend: Backend | None,
     version: str | None,
+    ask: Ask | None = None,
     world_size: int | None = None,
     fault_of_preset: FaultOfPreset | None = None,
-    script: Path | None = None,
-) -> tuple[dict[str, Any], list[tuple[Change, Finding]], Report]:
+) -> Mended:
     """Apply changes one finding after another, since one safe value may need another one.
 
     Args:
         source: the ds_config; not changed.
         backend: for which to judge.
         version: of DeepSpeed.
+        ask: as `check` takes it.
         world_size: number of ranks; None: any.
         fault_of_preset: as `check` takes it.
-        script: likewise.
 
     Returns:
         The changed ds_config; every change with the finding that it mends; what is left to be found.
@@ -88,14 +143,13 @@ def fix(
     upstream_asked = (backend or _said(config)) == "deepspeed"  # not where a change of ours says so
     done: list[tuple[Change, Finding]] = []
     for _ in range(_MOST):
-        as_it_is = Source(config, hugging_face=source.hugging_face)
         report = check(
-            as_it_is,
+            Source(config, hugging_face=source.hugging_face),
             backend=backend,
             version=version,
+            ask=ask,
             world_size=world_size,
             fault_of_preset=fault_of_preset,
-            script=script,
             upstream_asked=upstream_asked,
         )
         helping = [finding for finding in report.findings if _helps(config, finding)]
@@ -138,94 +192,3 @@ def document(done: list[tuple[Change, Finding]], left: Report) -> dict[str, Any]
         "changes": [{**each.document(), "rule": finding.rule} for each, finding in done],
         "left": [finding.document() for finding in left.findings if finding.is_fault],
     }
-
-
-RULES: tuple[Rule, ...] = (
-    *FILE_RULES,
-    *DEEPSPEED_RULES,
-    INTERVAL_RULES,
-    ZENFLOW_RULES,
-    *PRECISION_RULES,
-    *OFFLOAD_RULES,
-    ZENFLOW_NOTES,
-    *OWN_RULES,
-)
-
-
-def check(
-    source: Source | Mapping[str, Any],
-    *,
-    backend: Backend | None = None,
-    version: str | None,
-    world_size: int | None = None,
-    fault_of_preset: FaultOfPreset | None = None,
-    script: Path | None = None,
-    upstream_asked: bool | None = None,
-) -> Report:
-    """What is wrong with a ds_config.
-
-    Args:
-        source: the ds_config.
-        backend: for which to judge; None: as its "zftune" section says, and for both where that says nothing.
-        version: of DeepSpeed; None: it is not installed, and is judged as 0.19.6.
-        world_size: number of ranks; None: any that the batch sizes fit.
-        fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
-        script: of the training; None: it is not known.
-        upstream_asked: whether somebody asks for DeepSpeed's own runtime, to which clipping and accumulation may have
-            to give way; None: where it is the one that is judged.
-    """
-    if not isinstance(source, Source):
-        source = Source(dict(source))
-    chosen = backend or _said(source.config)
-    subject = Subject(
-        config=source.config,
-        backend=chosen,
-        forced=backend is not None,
-        upstream_asked=chosen == "deepspeed" if upstream_asked is None else upstream_asked,
-        version=version or GOOD,
-        duplicates=source.duplicates,
-        flaw=source.flaw,
-        through_hugging_face=source.hugging_face,
-        world_size=world_size,
-        fault_of_preset=fault_of_preset,
-        script=script,
-    )
-    found = [finding for rule in RULES for finding in rule(subject)]
-    kept = [finding for finding in found if chosen is None or chosen in finding.backends]
-    told, places = by_severity(_once(kept)), source.places or {}
-    outcome = _refused(told, subject.outcome) if subject.outcome.backend == "deepspeed" else subject.outcome
-    return Report(version, chosen, tuple(one.placed(places) for one in told), outcome.placed(places))
-
-
-def _said(config: Mapping[str, Any]) -> Backend | None:
-    """The backend that a ds_config asks for itself."""
-    said = at(config, ("zftune", "backend"))
-    return "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
-
-
-def _refused(findings: Sequence[Finding], outcome: Outcome) -> Outcome:
-    """With DeepSpeed's own runtime, what `zftune run` does where it refuses what would end the training there.
-
-    What is not there is left to the script, which may set it.
-    """
-    ends = next((one for one in findings if one.ends_deepspeed and one.value is not MISSING), None)
-    if ends is None or outcome.kind != "trains":
-        return outcome
-    allowed = "something else with DeepSpeed's own runtime (its finding tells why)"
-    return Outcome("refused", "deepspeed", refusals=(Refusal(shown_path(ends.path), shown(ends.value), allowed),))
-
-
-_GENERAL = (*OWN_NAMES, *DEEPSPEED_NAMES)
-"""Rules that tell of everything which is refused. Others know a better value for some of it, or a better reason."""
-
-
-def _once(findings: list[Finding]) -> Iterator[Finding]:
-    """Without the refusals, by general rules, of what another rule tells of for the same backend."""
-    told: set[tuple[Any, str]] = set()
-    for finding in sorted(findings, key=lambda one: one.rule in _GENERAL):
-        whom = {(finding.path, backend) for backend in finding.backends}
-        if finding.rule in _GENERAL and whom <= told:
-            continue
-        if finding.severity == "crashes":
-            told |= whom
-        yield finding

@@ -13,7 +13,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from zftune.ds_config.reading import MISSING, Place, SettingPath, path_of, shown
-from zftune.ds_config.tables import versions
 from zftune.integrations.deepspeed.outcome import Outcome, in_accelerate
 from zftune.integrations.deepspeed.section import Refusal
 from zftune.store.types import Backend
@@ -115,6 +114,10 @@ class Finding:
         changes = ", ".join(change.sentence() for change in self.changes)
         return "; ".join(part for part in (changes, self.advice) if part)
 
+    def without_value(self) -> Finding:
+        """The same of a name that stands in some section."""
+        return replace(self, value=MISSING)
+
     def placed(self, places: Mapping[str, Place]) -> Finding:
         """The same in the names that settings have where Accelerate reads them.
 
@@ -166,6 +169,8 @@ class Report:
     findings: tuple[Finding, ...]
     outcome: Outcome
     """What `zftune run` does with it."""
+    asked: bool = False
+    """Whether DeepSpeed itself was asked; else what it refuses is not among the findings."""
 
     @property
     def ok(self) -> bool:
@@ -183,6 +188,7 @@ class Report:
             "schema": SCHEMA_NAME,
             "zftune": version,
             "deepspeed": self.deepspeed,
+            "asked": self.asked,
             "backend": self.backend,
             "ok": self.ok,
             "run": {"does": self.outcome.kind, "backend": self.outcome.backend, "says": str(self.outcome)},
@@ -271,9 +277,12 @@ def _findings(report: Report, notes: bool) -> Iterator[RenderableType]:
         "zenflow": "judged for zftune run (backend zenflow)",
         "deepspeed": "judged for DeepSpeed's own runtime",
     }[report.backend]
-    version = "DeepSpeed is not installed" if report.deepspeed is None else f"DeepSpeed {report.deepspeed}"
-    asked = "" if report.deepspeed in (None, *versions()) else ", by its own word"
-    yield Text(f"{version}, {judged}{asked}.", style="dim")
+    if report.deepspeed is None:
+        yield Text("DeepSpeed is not installed: only what zftune itself knows of it is checked.", style="bold yellow")
+    elif not report.asked:
+        yield Text("DeepSpeed was not asked: what it refuses is not checked.", style="bold yellow")
+    version = "" if report.deepspeed is None else f"DeepSpeed {report.deepspeed}, "
+    yield Text(f"{version}{judged}.".capitalize() if not version else f"{version}{judged}.", style="dim")
     for severity in SEVERITIES if notes else SEVERITIES[:-1]:
         group = [finding for finding in report.findings if finding.severity == severity]
         if group:

@@ -1,28 +1,16 @@
-"""ds_configs of every shape, and what each version of DeepSpeed makes of them, recorded by running it.
-
-`python -m tests.zftune.check.corpus FOLDER...` puts them to the DeepSpeed in each folder, in a process of its own, and
-writes verdicts.json. The shapes that people have stand in `SHAPES`; the others are made from DeepSpeed's own models and
-from what it was seen to read: each setting right, of a wrong type, out of its range, unknown, absent, "auto".
-"""
+"""ds_configs as templates and example folders have them, in our own words and figures; and random ones."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from random import Random
 from typing import Any
 
-from zftune.ds_config.reading import MISSING, path_of, put
-from zftune.ds_config.tables import KINDS, Table, table
+import torch
 
-VERSION = "0.19.6"
-WORLDS = (1, 2, 8)
-RECORD = Path(__file__).with_name("verdicts.json")
+from tests.tiers import by_day
+from tests.zftune.check.cases import OFFLOAD, SAFE, ZENFLOW, ZERO, safe
+from zftune.ds_config.reading import MISSING, Source, at, given, path_of, put
 
 _ADAMW: dict[str, Any] = {
     "type": "AdamW",
@@ -48,7 +36,6 @@ def base() -> dict[str, Any]:
     }
 
 
-# As templates and example folders have them, in our own words and figures.
 SHAPES: dict[str, dict[str, Any]] = {
     "the smallest": {"train_batch_size": 8},
     "no batch size": {"zero_optimization": {"stage": 2}},
@@ -272,97 +259,149 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a comment": {**base(), "comment": "of ours"},
 }
 
+BAD: tuple[Any, ...] = (None, True, -1, 0, 1, 2.5, "x", "auto", [], {})
+SWITCH: tuple[Any, ...] = (True, False, "true", "no", "auto", "x", None)
+# Of each setting that either side looks at, what is mostly allowed; odd values are for all of them.
+VALUES: dict[str, tuple[Any, ...]] = {
+    ZERO: (MISSING, {"stage": 1}),
+    f"{ZERO}.stage": (0, 1, 2, 3, "2", 2.0),
+    f"{ZERO}.cpu_offload": (True, False),
+    f"{ZERO}.overlap_comm": (True, False),
+    f"{ZERO}.reduce_scatter": (True, False),
+    f"{ZERO}.zftune": (MISSING, MISSING, {"preset": "best"}),
+    f"{ZERO}.unheard_of": (MISSING, 1),
+    f"{ZERO}.zero_quantized_gradients": SWITCH,
+    f"{ZERO}.zero_quantized_weights": SWITCH,
+    f"{ZERO}.zero_hpz_partition_size": (1, 2),
+    f"{ZERO}.mics_shard_size": (-1, 1, 8),
+    f"{ZERO}.offload_param": ({"device": "cpu"}, {"device": "none"}),
+    f"{ZERO}.round_robin_gradients": (True, False),
+    OFFLOAD: (MISSING, {"device": "cpu"}),
+    f"{OFFLOAD}.device": ("cpu", "cpu", "cpu", "nvme", "none", "gpu"),
+    f"{OFFLOAD}.ratio": (0, 0.3, 1.0, 1, 1.5),
+    f"{OFFLOAD}.pin_memory": SWITCH,
+    ZENFLOW: (MISSING, {}, {"topk_ratio": 0.1, "update_interval": "auto"}),
+    f"{ZENFLOW}.topk_ratio": (0, 0.05, 1, 1.5),
+    f"{ZENFLOW}.select_strategy": ("auto", "step", "epoch", "steps"),
+    f"{ZENFLOW}.select_interval": ("auto", 8, 256, 4.0),
+    f"{ZENFLOW}.update_interval": ("auto", 1, 4, 4.0, 128),
+    f"{ZENFLOW}.full_warm_up_rounds": (0, 4, 2.0),
+    f"{ZENFLOW}.overlap_step": SWITCH,
+    f"{ZENFLOW}.offload": SWITCH,
+    f"{ZENFLOW}.auto_ratio": (0.5, 2),
+    f"{ZENFLOW}.pt_reserved_cores_perc": (0.5, 2),
+    f"{ZENFLOW}.steps_per_epoch": (10, 0),
+    f"{ZENFLOW}.apply_lag": (1, 4, 99),
+    f"{ZENFLOW}.pipeline": ("bucket", "none"),
+    f"{ZENFLOW}.deferred_update": ("replay", "mean"),
+    f"{ZENFLOW}.skip_nonfinite": SWITCH,
+    f"{ZENFLOW}.host_threads": (1, 10_000),
+    f"{ZENFLOW}.offload_ratio": (MISSING, 0.5),
+    f"{ZENFLOW}.top k": (MISSING, 1),
+    "bf16": ({"enabled": True}, {"enabled": False}, {"enabled": "auto"}, MISSING),
+    "bf16.enabled": SWITCH,
+    "bfloat16.enabled": SWITCH,
+    "fp16": ({"enabled": True}, {"enabled": True, "loss_scale": 8}, {"enabled": False}, MISSING),
+    "fp16.enabled": SWITCH,
+    "fp16.auto_cast": SWITCH,
+    "fp16.loss_scale": (0, 1, 128.0, "16"),
+    "fp16.initial_scale_power": (16, "8", 4000, 2.0),
+    "fp16.loss_scale_window": (1000, 10.0),
+    "fp16.hysteresis": (2, "2"),
+    "fp16.consecutive_hysteresis": SWITCH,
+    "fp16.min_loss_scale": (1, 0.5),
+    "fp16.fp16_master_weights_and_grads": SWITCH,
+    "fp16.opt_level": (MISSING, "O2"),
+    "amp.enabled": SWITCH,
+    "torch_autocast": ({"enabled": True, "dtype": "bfloat16"}, {"enabled": True, "dtype": "float16"}, {}),
+    "data_types.grad_accum_dtype": ("bf16", "fp16", "fp32"),
+    "data_types.buffer_dtype": ("bf16", "fp32", "int8"),
+    "optimizer": (MISSING, {"type": "AdamW"}, {"params": {"lr": 1}}, {"type": "Lamb", "params": {"lr": 1}}),
+    "optimizer.type": ("Adam", "AdamW", "adagrad", "Lion", "SGD", "OneBitAdam", "Muon"),
+    "optimizer.params": (MISSING, {}, {"lr": 1e-3, "momentum": 0.9, "nesterov": True}),
+    "optimizer.params.lr": (1e-3, "auto", "1e-3"),
+    "optimizer.params.betas": ([0.9, 0.999], [0.9], [0.9, 1.0], "auto"),
+    "optimizer.params.eps": (1e-8, 10**400),
+    "optimizer.params.weight_decay": (0.1, 0),
+    "optimizer.params.momentum": (0.9,),
+    "optimizer.params.nesterov": SWITCH,
+    "optimizer.params.amsgrad": SWITCH,
+    "optimizer.params.adam_w_mode": SWITCH,
+    "optimizer.params.torch_adam": SWITCH,
+    "optimizer.params.bias_correction": SWITCH,
+    "optimizer.params.freeze_step": (MISSING, 400),
+    "optimizer.params.max_grad_norm": (MISSING, MISSING, 1.0),
+    "scheduler": ({"type": "WarmupLR", "params": {"warmup_num_steps": 10}}, {"type": "Cosine"}, MISSING),
+    "scheduler.params.warmup_num_steps": (10, 0, "auto"),
+    "gradient_clipping": (0, 1.0, "auto", -1.0),
+    "gradient_accumulation_steps": (1, 4, "auto", 2.0),
+    "train_batch_size": (8, "auto"),
+    "train_micro_batch_size_per_gpu": (4, "auto"),
+    "communication_data_type": ("fp16", "fp32"),
+    "sparse_gradients": SWITCH,
+    "gradient_allreduce_op": ("mean", "sum", "SUM"),
+    "managed_gradient_accumulation": SWITCH,
+    "compile.deepcompile": SWITCH,
+    "compression_training": (MISSING, {}, {"weight_quantization": {}}),
+    "sequence_parallel_size": (1, 2),
+    "pipeline_parallel_size": (1, 2),
+    "tensor_parallel.autotp_size": (0, 1, 4),
+    "pipeline": ({"stages": "auto"}, {"stages": 2}),
+    "hybrid_engine.enabled": SWITCH,
+    "elasticity.enabled": SWITCH,
+    "eigenvalue.enabled": SWITCH,
+    "expert_parallel.enabled": SWITCH,
+    "checkpoint": ({"load_universal": True}, {"tag_validation": "WARN"}),
+    "zero_allow_untested_optimizer": SWITCH,
+    "zero_force_ds_cpu_optimizer": SWITCH,
+    "zftune": (MISSING, {}, {"backend": "zenflow"}, {"backend": "deepspeed"}, {"presets": "x", "online": 1}),
+    "zftune.backend": ("zenflow", "deepspeed", "torch"),
+    "zftune.preset": ("best", "mine"),
+    "zftune.quality": ("exact", "published", "loose", "best"),
+    "zftune.online": SWITCH,
+    "zftune.nested": (MISSING, {"inner": "auto"}),
+}
 
-def corpus() -> dict[str, dict[str, Any]]:
-    """All of them by name, in an order that stays."""
-    known = table(VERSION)
-    assert known is not None
-    found = {f"shape: {name}": copy.deepcopy(config) for name, config in SHAPES.items()}
-    for name, (dotted, value) in _made(known):
-        config = base()
-        put(config, path_of(dotted), copy.deepcopy(value))
-        found[name] = config
-    return found
+
+def some_config(random: Random) -> dict[str, Any]:
+    """A ds_config that trains, with up to eight other settings, of which one in eight is odd."""
+    config = safe(random.choice(sorted(path.stem for path in SAFE.glob("*.json"))))
+    for dotted in random.choices(sorted(VALUES), k=random.randint(0, 8)):
+        values = BAD if random.randint(0, 7) == 0 else VALUES[dotted]
+        put(config, path_of(dotted), copy.deepcopy(random.choice(values)))
+    return config
 
 
-def _made(known: Table) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for dotted, model in known.sections.items():
-        yield from _of_model(known, dotted, known.models[model.__name__], known)
-    for dotted in (*known.plain, *sorted(known.names)):
-        if dotted.startswith("scheduler.") or dotted in known.sections:
-            continue
-        for kind, value in KINDS.items():
-            yield f"{dotted}: {kind}", (dotted, value)
-    for dotted, taken in known.plain.items():
-        if dotted.startswith("scheduler."):
-            _, scheduler, name = dotted.split(".")
-            needed = {"WarmupDecayLR": {"total_num_steps": 100}, "WarmupCosineLR": {"total_num_steps": 100}}
-            ends = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
-            params = {**needed.get(scheduler, ends if scheduler == "OneCycle" else {})}
-            for kind in ("null", "zero", "negative", "word", "object"):
-                value = {"type": scheduler, "params": {**params, name: KINDS[kind]}}
-                yield f"{dotted}: {kind}", ("scheduler", value)
-            assert taken["kinds"]
+_UNCOMPILED = ("adagrad", "lamb", "lion")
+_COMPILED = ("adam", "adamw")  # for a CPU; torch's own are there
+_ELSEWHERE = ("aio", "autotuning", "compression_training", "csv_monitor", "elasticity", "hybrid_engine", "tensorboard")
 
 
-def _of_model(known: Table, dotted: str, model: Any, _: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for name, field in model["fields"].items():
-        path = f"{dotted}.{field.get('alias', name)}"
-        values = {"default": field.get("default"), "auto": "auto", "word": "unheard_of", "null": None, "list": [1]}
-        values |= {"true": True, "number in a word": "3", "fraction": 2.5, "object": {"unheard_of": 1}}
-        for sign, bound in field.get("bounds", {}).items():
-            values[f"{sign} {bound}, below"], values[f"{sign} {bound}, above"] = bound - 1, bound + 1
-            values[f"{sign} {bound}, at it"] = bound
-        for kind, value in values.items():
-            yield f"{path}: {kind}", (path, value)
-    yield f"{dotted}: unknown", (f"{dotted}.unheard_of", 1)
-    yield f"{dotted}: absent", (dotted, MISSING)
-    for kind in ("null", "true", "word", "list", "empty object"):
-        yield f"{dotted}: {kind}", (dotted, KINDS[kind])
-
-
-def digest(configs: dict[str, dict[str, Any]]) -> str:
-    """Of what was recorded."""
-    return hashlib.sha256(json.dumps(configs).encode()).hexdigest()[:16]
-
-
-def recorded(version: str) -> dict[str, tuple[bool, ...]]:
-    """Whether this version refused each, at one, two and eight ranks."""
-    configs, record = corpus(), json.loads(RECORD.read_text())
-    assert record["corpus"] == digest(configs), "it is another corpus: record it again"
-    bits = record["refused"][version]
-    size = len(WORLDS)
-    return {name: tuple(bit == "1" for bit in bits[at * size : at * size + size]) for at, name in enumerate(configs)}
-
-
-def here() -> None:
-    """Put the corpus to the DeepSpeed that is imported."""
-    from zftune.integrations.deepspeed import asking
-
-    sys.stdout, out = sys.stderr, sys.stdout
-    import deepspeed
-
-    bits = "".join(
-        "01"[asking.first_error(config, world) is not None] for config in corpus().values() for world in WORLDS
+def can_be_made_here(config: dict[str, Any]) -> bool:
+    """Whether DeepSpeed can make an engine of it on a CPU, on one rank, without compiling, and within seconds."""
+    kind, zero = at(config, ("optimizer", "type")), config.get(ZERO)
+    zero = zero if isinstance(zero, dict) else {}
+    compiled = not isinstance(kind, str) or kind.lower() in _COMPILED or kind in vars(torch.optim)
+    nvme = any("nvme" in str(zero.get(name)) for name in ("offload_optimizer", "offload_param"))
+    overlaps = at(config, path_of(f"{ZENFLOW}.overlap_step")) not in (MISSING, False)
+    ranks = any(config.get(name) not in (None, 1) for name in ("sequence_parallel_size", "pipeline_parallel_size"))
+    compiled = compiled and not (isinstance(kind, str) and kind.lower() in _UNCOMPILED)
+    apex = "amp" in config and ZERO not in config  # without ZeRO it is imported
+    quantized = any("quantized" in name and value for name, value in zero.items())  # not on a CPU
+    return compiled and not (
+        nvme or overlaps or ranks or quantized or apex or any(name in config for name in _ELSEWHERE)
     )
-    out.write(json.dumps([deepspeed.__version__.partition("+")[0].strip(), bits]) + "\n")
 
 
-def main() -> None:
-    """Record."""
-    refused = {}
-    for folder in sys.argv[1:]:
-        paths = os.pathsep.join([folder, str(Path.cwd())])
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
-        words = [sys.executable, "-m", "tests.zftune.check.corpus", "--here"]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{folder}: {done.stderr[-3000:]}")
-        version, bits = json.loads(done.stdout.splitlines()[-1])
-        refused[version] = bits
-        sys.stderr.write(f"{version}: {bits.count('1')} of {len(bits)} are refused\n")
-    RECORD.write_text(json.dumps({"corpus": digest(corpus()), "worlds": WORLDS, "refused": refused}, indent=1) + "\n")
+def _put_to_it() -> dict[str, dict[str, Any]]:
+    """The shapes, and 300 random ones; ten of each by day."""
+    random = Random(50)
+    drawn = {f"random {number}": some_config(random) for number in range(1000)}
+    found = {name: given(Source(config)) for name, config in {**SHAPES, **drawn}.items()}
+    names = [name for name, config in found.items() if can_be_made_here(config)]
+    shapes = [name for name in names if name in SHAPES]
+    others = [name for name in names if name in drawn]
+    return {name: found[name] for name in by_day([*shapes[::6], *others[:10]], all_of=[*shapes, *others[:300]])}
 
 
-if __name__ == "__main__":
-    here() if sys.argv[1:] == ["--here"] else main()
+PUT_TO_IT = _put_to_it()
