@@ -49,12 +49,12 @@ demo: setup  ## profile a real offloaded training run: ZeRO-Offload, ZenFlow and
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0
 UNLIMITED := --timeout 0 -o faulthandler_timeout=0
 
-test: setup host-tests  ## what every change must pass, by WORKERS (3) processes
-	$(BIN)/python -m tests.upstream_ops
+test: setup host-tests  ## unit tests and the smoke tests of tests/system: what every change must pass, by WORKERS (3) processes
+	$(BIN)/python -m tests.support.upstream_ops
 	$(PYTEST) --durations 30
 
-test-all: setup host-tests  ## every test, with every fault and every combination: before a release
-	$(BIN)/python -m tests.upstream_ops
+test-all: setup host-tests  ## every test: before a release, and every tenth landing
+	$(BIN)/python -m tests.support.upstream_ops
 	ZFTUNE_TESTS=all $(PYTEST) --timeout 1800 -o faulthandler_timeout=0
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
@@ -94,7 +94,7 @@ wheels-try:  ## install each wheel of dist/ in an empty environment and profile 
 		(cd build/wheels && venv/bin/zftune --help && venv/bin/zftune profile --rig llama2-7b-4xa100 --no-baselines); \
 	done
 
-PROPERTIES := $(addprefix tests/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger script_programs))
+PROPERTIES := $(addprefix tests/unit/zenflow/test_,$(addsuffix .py,invariants knobs added_groups between_passes auto checkpoint ledger script_programs))
 
 KILLS ?= 200
 FAULTS ?= 50
@@ -104,19 +104,19 @@ ACCOUNTS ?= 500
 soak: setup  ## EXAMPLES_FACTOR (30) as many cases, KILLS (200), FAULTS (50) of each kind, ACCOUNTS (500), FUZZ_S (600)
 	ZENFLOW_EXAMPLES_FACTOR=$(EXAMPLES_FACTOR) $(BIN)/pytest $(PROPERTIES) -m hypothesis $(UNLIMITED) \
 		--hypothesis-show-statistics
-	ZFTUNE_TESTS=all $(BIN)/pytest tests/zftune/check -m hypothesis $(UNLIMITED) --hypothesis-show-statistics
-	ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/zftune/store/test_processes.py tests/zftune/tuner/test_killed.py \
-		tests/zenflow/test_fsdp_ends.py \
+	ZFTUNE_TESTS=all $(BIN)/pytest tests/unit/zftune/check tests/system/zftune/check -m hypothesis $(UNLIMITED) --hypothesis-show-statistics
+	ZFTUNE_TESTS=all ZFTUNE_KILLS=$(KILLS) $(BIN)/pytest tests/system/zftune/store/test_processes.py tests/system/zftune/tuner/test_killed.py \
+		tests/system/zenflow/test_fsdp_ends.py \
 		-k killed $(UNLIMITED)
-	ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/faults $(UNLIMITED)
-	ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/zftune/daemon/runs/test_accounts.py $(UNLIMITED)
-	ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/zftune/daemon/test_wire.py \
-		tests/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" $(UNLIMITED)
+	ZFTUNE_TESTS=all ZFTUNE_FAULTS=$(FAULTS) $(BIN)/pytest -n $(WORKERS) tests/system/zftune/daemon/faults $(UNLIMITED)
+	ZFTUNE_TESTS=all ZFTUNE_ACCOUNTS=$(ACCOUNTS) $(BIN)/pytest -n $(WORKERS) --dist load tests/system/zftune/daemon/runs/test_accounts.py $(UNLIMITED)
+	ZFTUNE_TESTS=all ZFTUNE_FUZZ_S=$(FUZZ_S) $(BIN)/pytest -n $(WORKERS) tests/system/zftune/daemon/test_wire.py \
+		tests/unit/zftune/daemon/runs/test_schemathesis.py -k "garbage or schemathesis" $(UNLIMITED)
 
 sanitize: sanitize-address sanitize-thread  ## the native module's tests under ASan with UBSan, then under TSan
 
 # Native code driven from Python; runs of whole models would only be slow.
-SANITIZED_TESTS := $(addprefix tests/zenflow/,test_bandwidth.py test_native.py test_native_kernels.py test_engine_faults.py)
+SANITIZED_TESTS := $(addprefix tests/unit/zenflow/,test_bandwidth.py test_native.py test_native_kernels.py test_engine_faults.py)
 
 sanitize-address: RUNTIME = libasan.so
 sanitize-thread: RUNTIME = libtsan.so
@@ -129,7 +129,7 @@ sanitize-address sanitize-thread: sanitize-%: setup
 	$(BIN)/cmake --build build/sanitize-$*
 	TSAN_OPTIONS=halt_on_error=1 build/sanitize-$*/host_tests
 	export LD_PRELOAD="$$($(CXX) -print-file-name=$(RUNTIME)) $$($(CXX) -print-file-name=libstdc++.so)" \
-		PYTHONPATH="$(CURDIR)/tests/sanitize" \
+		PYTHONPATH="$(CURDIR)/tests/support/sanitize" \
 		SANITIZED_NATIVE_FILE="$$(echo "$(CURDIR)"/build/sanitize-$*/_native.*.so)" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		TSAN_OPTIONS=halt_on_error=1:allocator_may_return_null=1:ignore_noninstrumented_modules=1; \

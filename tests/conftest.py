@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forked, upstream_ops, zygote
-from tests.seeds import VARIABLE, begin_run
-from tests.tiers import everything
+from tests.support import fork_server, forked, upstream_ops
+from tests.support.seeds import VARIABLE, begin_run
+from tests.support.tiers import everything
 
 # Read when torch is imported, here and in children: its threads, two for each core where there are two workers, would
 # spend most of a run's time spinning in wait for one another.
@@ -28,6 +29,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(upstream_ops.folder()))
 _THREADS = "zenflow-"
 _JOIN_S = 30.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ)
+_SYSTEM = Path(__file__).parent / "system"
 _left_out = 0  # tests, in the workers
 
 
@@ -69,12 +71,12 @@ def _torch_functions_work_after_a_test() -> Iterator[None]:
 def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
     yield
     forked.end()
-    zygote.end()
+    fork_server.end()
 
 
 def pytest_configure() -> None:
     if "ZFTUNE_TEST_OTHER_MACHINE" in os.environ:
-        importlib.import_module("tests.other_machine")
+        importlib.import_module("tests.support.other_machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     begin_run()
@@ -84,11 +86,11 @@ def pytest_report_header() -> list[str]:
     import torch
 
     seed = f"{VARIABLE}={os.environ[VARIABLE]}"
-    gpu = [] if torch.cuda.is_available() else ["torch sees no CUDA device: tests/gpu is left out"]
+    gpu = [] if torch.cuda.is_available() else ["torch sees no CUDA device: tests/system/gpu is left out"]
     tier = (
         "all tests"
         if everything()
-        else "tests of every change; with ZFTUNE_TESTS=all (make test-all) those of a release"
+        else "unit tests and the smoke tests of tests/system; with ZFTUNE_TESTS=all (make test-all) all tests"
     )
     return [seed, *gpu, tier]
 
@@ -121,18 +123,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{_left_out} tests were left out for `make test-all` (ZFTUNE_TESTS=all)")
 
 
-@pytest.fixture
-def every_fault() -> None:
-    """For the third and further tests of a kind, and what costs much: a test that asks for it waits for a release."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
     if not everything():
-        left_out = [item for item in items if "every_fault" in getattr(item, "fixturenames", ())]
+        left_out = [item for item in items if _SYSTEM in item.path.parents and not item.get_closest_marker("smoke")]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
         getattr(config, "workeroutput", {})["left_out"] = len(left_out)
     if torch.cuda.is_available():
         return

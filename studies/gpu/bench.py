@@ -181,7 +181,7 @@ class Stub(Bench):
     simulated = True
 
     def __init__(self) -> None:
-        from tests.zenflow.simulated_cuda import simulated_cuda
+        from tests.support.zenflow.simulated_cuda import simulated_cuda
 
         self._lasts = ExitStack()
         self.gpu: Any = self._lasts.enter_context(simulated_cuda())

@@ -23,8 +23,8 @@ VARIABLE = "ZFTUNE_GPU_OUTCOMES"
 """Where outcomes are written in a run of pytest that has this module as its plugin."""
 NO_VERDICT = ("OutOfMemoryError", "MemoryError", "HostMemoryError", "ImportError", "ModuleNotFoundError")
 """Exceptions that say that a test could not run."""
-_KERNELS = "tests/gpu/test_kernels_gpu.py"
-_ON_THE_STUB = "tests/zenflow/test_simulated_cuda.py::TestOnTheSimulatedGpu"
+_KERNELS = "tests/system/gpu/test_kernels_gpu.py"
+_ON_THE_STUB = "tests/system/zenflow/test_simulated_cuda.py::TestOnTheSimulatedGpu"
 _SANITIZED = "repeats_bitwise and (windows or zero-offload or part)"
 _POLL_S = 0.2
 

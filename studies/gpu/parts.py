@@ -74,7 +74,7 @@ def preload(*, stub: bool) -> None:
         _function("")
         importlib.import_module("torch._dynamo")  # which the first optimizer asks for, and takes seconds
         if stub:
-            importlib.import_module("tests.zenflow.simulated_cuda")
+            importlib.import_module("tests.support.zenflow.simulated_cuda")
 
 
 def run_part(name: str, path: Path, *, size: str, stub: bool, limit_s: float) -> int:

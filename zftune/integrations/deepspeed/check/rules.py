@@ -2,7 +2,7 @@
 
 One record a rule: where `when` holds of a ds_config, its field does what the reason says, and `fix` has settings with
 which it does not. Most were found by experiments of study 002, others by reading DeepSpeed's code; the tests in
-`tests/zftune/check` show them on the installed version.
+`tests/system/zftune/check` show them on the installed version.
 """
 
 from __future__ import annotations

@@ -1,0 +1,46 @@
+"""What is tested by day, and what before a release: everything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import product
+from typing import Any, TypeVar
+
+VARIABLE = "ZFTUNE_TESTS"
+"""Set to "all" for every case; `make test-all` sets it."""
+
+_Cases = TypeVar("_Cases")
+
+
+def everything() -> bool:
+    """Whether every case is wanted."""
+    return os.environ.get(VARIABLE) == "all"
+
+
+def fast(few: _Cases, *, all_of: _Cases) -> _Cases:
+    """The first by day, the second before a release."""
+    return all_of if everything() else few
+
+
+def repeated(count: int) -> int:
+    """How often something random is tried: so often before a release, by day a quarter of that, at least twice."""
+    return fast(min(count, max(2, count // 4)), all_of=count)
+
+
+def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases for `pytest.mark.parametrize`, each with a value of every axis in the order of the axes.
+
+    By day every two values of two axes meet in one of them, in the same ones each time; before a release all values
+    meet.
+
+    Args:
+        axes: the values of each, by name.
+    """
+    values = [list(axis) for axis in axes.values()]
+    if everything() or len(values) < 2 or not all(values):
+        return list(product(*values))
+    from allpairspy import AllPairs  # by day alone: tests/system/gpu needs pytest and nothing else
+
+    places = AllPairs([range(len(axis)) for axis in values])  # of values that are equal, or cannot be hashed
+    return [tuple(axis[place] for axis, place in zip(values, case, strict=True)) for case in places]

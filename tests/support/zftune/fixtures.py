@@ -1,0 +1,45 @@
+"""A model and a rig that are small enough to profile in a second or two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+# In milliseconds. The pads are more than ten times as long as the mini model's real work: a busy machine keeps up.
+MINI_TIMELINE = {"forward_ms": 40, "backward_ms": 40, "d2h_ms": 20, "host_ms": 80, "h2d_ms": 20, "scale": 1}
+MINI_POSITIONS = 128
+
+
+@pytest.fixture(scope="session")
+def mini_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model of 51,392 parameters, one layer, 128 positions, and bytes as tokens."""
+    pytest.importorskip("transformers", reason="the huggingface extra is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=MINI_POSITIONS,
+    )
+    folder = tmp_path_factory.mktemp("models") / "mini"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mini_rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rig file whose ZeRO-Offload step takes a fifth of a second."""
+    file = tmp_path_factory.mktemp("rigs") / "mini.toml"
+    file.write_text(rig_text("mini", **MINI_TIMELINE))
+    return file
+
+
+def rig_text(name: str, **timeline: float) -> str:
+    """A rig file with a timeline."""
+    return f'name = "{name}"\n[timeline]\n' + "".join(f"{key} = {value}\n" for key, value in timeline.items())

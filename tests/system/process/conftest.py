@@ -1,0 +1,3 @@
+"""Fixtures of tests/support/process."""
+
+from tests.support.process.fixtures import *  # noqa: F403

@@ -1,0 +1,62 @@
+"""torch.compile of blocks and of the whole model, whose gradients leave during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiers import fast
+from tests.support.zenflow.small import Block, tokens_of
+from tests.support.zenflow.stream_cases import Pair
+
+
+# torch looks at .grad of a compiled block's input, which is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("model", "compiled"),
+    fast(
+        [("stack", "whole"), ("stack, non-reentrant", "blocks"), ("shared", "blocks")],
+        all_of=list(product(("stack", "stack, non-reentrant", "shared"), ("blocks", "whole"))),
+    ),
+)
+def test_torch_compile(pair: Callable[..., Pair], model: str, compiled: str) -> None:
+    torch._dynamo.reset()
+    both = pair(model)
+
+    def compile_it(model: Any) -> None:
+        for block in [part for part in model.modules() if isinstance(part, Block)] if compiled == "blocks" else [model]:
+            block.compile(backend="aot_eager")
+
+    both.each(compile_it)
+    for passes in (1, 1, 2, 2):
+        for micro in range(passes):
+            both.backward(micro)
+        both.step()
+    torch._dynamo.reset()
+    staged, restored = both.streams.counts
+    assert staged == 4 * both.streams.deferring
+    assert restored == both.streams.deferring
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("compiled", "trains"),
+    fast([("blocks", True), ("whole", False)], all_of=list(product(("blocks", "whole"), (False, True)))),
+)
+def test_torch_compile_meets_a_gradient_that_has_left(pair: Callable[..., Pair], compiled: str, trains: bool) -> None:
+    torch._dynamo.reset()
+    both = pair()
+    both.backward(1)
+    for block in both.ours.layers if compiled == "blocks" else [both.ours]:
+        block.compile(backend="aot_eager")
+    if trains:
+        both.backward(2)
+    else:
+        with torch.no_grad():
+            assert torch.equal(both.ours(tokens_of(2)), both.plain(tokens_of(2)))
+    both.step()
+    torch._dynamo.reset()

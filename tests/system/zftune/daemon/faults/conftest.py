@@ -1,0 +1,3 @@
+"""Fixtures of tests/support/zftune/daemon/faults."""
+
+from tests.support.zftune.daemon.faults.fixtures import *  # noqa: F403

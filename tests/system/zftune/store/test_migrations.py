@@ -1,0 +1,140 @@
+"""The revision makes the tables of the program; a backup of them comes back."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateTable
+
+from tests.support.zftune.store.examples import PRESET
+from zftune.errors import BadInputError, StoreError
+from zftune.store import files, open_store, opening
+from zftune.store.opening import chosen, restore
+from zftune.store.tables import Base
+
+
+def test_there_is_one_revision() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(opening.MIGRATIONS))
+    assert [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()] == [opening.HEAD]
+
+
+def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
+    open_store(str(path)).close()
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Base.metadata) == []
+        rows = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
+        made = {str(name): str(statement) for name, statement in rows}
+    engine.dispose()
+    for table in Base.metadata.sorted_tables:  # what the comparison does not look at: constraints, down to their names
+        wanted = str(CreateTable(table).compile(engine))
+        assert sorted(_parts(made[table.name])) == sorted(_parts(wanted))
+
+
+def _parts(statement: str) -> list[str]:
+    """Columns and constraints."""
+    body = statement[statement.index("(") + 1 : statement.rindex(")")]
+    return [" ".join(part.split()) for part in re.split(r",(?![^()]*\))", body)]
+
+
+def test_the_tables_can_be_made_on_a_server() -> None:
+    for table in Base.metadata.sorted_tables:
+        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]
+
+
+def test_the_tables_are_made_by_one_at_a_time(path: Path) -> None:
+    path.parent.mkdir()
+    opened = []
+    threads = [threading.Thread(target=lambda: opened.append(open_store(str(path)))) for _ in range(3)]
+    with files.locked(path):
+        for thread in threads:
+            thread.start()
+        assert files.state_of(path).kind == "empty"
+    for thread in threads:
+        thread.join(30)
+    assert [store.notices for store in opened] == [[]] * len(threads)
+    for store in opened:
+        store.close()
+    assert files.state_of(path).revision == opening.HEAD
+
+
+# --- backups ----------------------------------------------------------------------------------------------------------
+
+
+def test_three_backups_are_kept(path: Path) -> None:
+    with open_store(str(path)) as store:
+        made = []
+        for _ in range(5):
+            store.save_preset(PRESET)
+            made.append(files.back_up(path))
+    assert files.backups(path) == made[:1:-1]
+    assert [oct(backup.stat().st_mode & 0o777) for backup in files.backups(path)] == ["0o600"] * 3
+
+
+def test_a_backup_comes_back_while_the_store_is_open(path: Path) -> None:
+    with open_store(str(path)) as store:
+        name = store.save_preset(PRESET).name
+        backup = files.back_up(path)
+        store.remove_preset(name)
+        before = restore(path, chosen(path, "1"))
+        assert [preset.name for preset in store.presets()] == [name]
+        store.save_preset(PRESET)
+    assert before in files.backups(path)
+    assert backup in files.backups(path)
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "another", "missing"])
+def test_a_backup_comes_back_in_place_of_what_cannot_be_used(path: Path, fault: str) -> None:
+    with open_store(str(path)) as store:
+        store.save_preset(PRESET)
+        files.back_up(path)
+    if fault == "corrupt":
+        path.write_bytes(b"x" * 5000)
+    elif fault == "missing":
+        path.unlink()
+    else:
+        connection = sqlite3.connect(path)
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+        connection.close()
+    before = restore(path, chosen(path, "1"))
+    with open_store(str(path)) as store:
+        assert store.notices == []
+        assert len(store.presets()) == 1
+    assert (before is None) == (fault == "missing")
+    if before is not None:
+        assert before.name.startswith("zftune.db.replaced-")
+
+
+def test_an_unknown_backup(path: Path) -> None:
+    with pytest.raises(BadInputError, match="there is no backup '1': none was made yet"):
+        chosen(path, "1")
+    with open_store(str(path)) as store:
+        store.save_preset(PRESET)
+        files.back_up(path)
+    with pytest.raises(BadInputError, match=r"there is no backup '../x': --list shows"):
+        chosen(path, "../x")
+    assert chosen(path, files.backups(path)[0].name) == files.backups(path)[0]
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 5000], ids=["empty", "corrupt"])
+def test_a_backup_that_is_none_is_refused(path: Path, content: bytes) -> None:
+    with open_store(str(path)) as store:
+        store.save_preset(PRESET)
+        backup = files.back_up(path)
+        backup.write_bytes(content)
+        with pytest.raises(StoreError, match=r"backup-.* is (empty|corrupt)"):
+            restore(path, chosen(path, "1"))
+        assert len(store.presets()) == 1

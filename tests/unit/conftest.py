@@ -1,0 +1,38 @@
+"""A test in `unit` starts no process and uses no network; its fixtures may, once for a session."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+_FORBIDDEN = ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system", "socket.connect", "socket.bind")
+_test: str | None = None
+"""The test under way, in this process."""
+_found: list[str] = []
+
+
+def _look(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _FORBIDDEN and _test is not None:
+        _found.append(f"{event} {arguments[:1]}")
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_look)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    global _test
+    _test = item.nodeid
+    _found.clear()
+    try:
+        return (yield)
+    finally:
+        _test = None
+        if _found:
+            pytest.fail(
+                f"a test in tests/unit uses processes or the network: {', '.join(_found)}; move it to tests/system"
+            )

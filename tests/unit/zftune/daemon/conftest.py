@@ -1,0 +1,3 @@
+"""Fixtures of tests/support/zftune/daemon."""
+
+from tests.support.zftune.daemon.fixtures import *  # noqa: F403

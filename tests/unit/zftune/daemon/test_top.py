@@ -1,0 +1,196 @@
+"""`zftune top`: what is on the screen, that it fits, and that the terminal is as it was afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from fcntl import ioctl
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.zftune.daemon.daemons import SOON_S, environment
+from tests.support.zftune.daemon.in_process import Application, Client, answers, teller, trainings
+from tests.support.zftune.daemon.scripted import EVIL, Training, training_under
+from zftune.cli.top import Frame, frame, look
+from zftune.daemon.client.http import DaemonClient
+
+LEAVES = b"\x1b[?1049l"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Application, list[Training]]]:
+    """One run that trains, and one that has ended."""
+    with trainings(tmp_path_factory.mktemp("store"), "meta-llama/Llama-2-7b-hf", EVIL) as found:
+        found[1][1].goodbye()
+        yield found
+
+
+@pytest.fixture
+def runs(found: tuple[Application, list[Training]]) -> list[Training]:
+    return found[1]
+
+
+@pytest.fixture
+def client(found: tuple[Application, list[Training]]) -> DaemonClient:
+    return Client(found[0])
+
+
+def drawn(found: Frame, width: int, height: int) -> list[str]:
+    console = Console(file=StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(frame(found, width, height), end="")
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Training]) -> None:
+    lines = drawn(look(client, None, 24), 80, 24)
+    assert lines[0].startswith("zftune top  1 run and 1 ended on ")
+    assert lines[1].split() == ["run", "state", "step", "ms", "stall", "gain", "settings"]
+    assert lines[2].startswith(f"{runs[0].called} settled ")
+    assert " █░░░░ 12% host " in lines[2]
+    assert " ± " in lines[2]
+    assert lines[2].split("% ")[-1].strip().startswith("k0.1 S")
+    assert lines[3].startswith("  ")  # the last decision's reason
+    assert lines[4].startswith(f"{runs[1].called} ended ")
+    below = "\n".join(lines[6:])
+    for expected in (
+        "meta-llama/Llama-2-7b-hf",
+        "settled: ",
+        "stall     █ host",
+        "decisions",
+        "adopted ",
+        "settings",
+        "◆ ",
+    ):
+        assert expected in below, below
+
+
+def many(found: Frame) -> Frame:
+    """More runs, decisions, trials, notices and knobs than any screen has room for."""
+    one: dict[str, Any] = json.loads(json.dumps(found.shown[0]))
+    one["run"]["notices"] = ["\x1b a notice " * 40] * 2
+    one["run"]["argv"] = ["\x1b]0;x" * 300]
+    one["run"]["step"] = 123_456_789
+    one["run"]["stall_ms"] = dict.fromkeys(("host", "h2d", "d2h", "select", "comm", "data", "other"), 900.0)
+    one["decisions"] = [{**decision, "reason": "\x1b[2J because " * 60} for decision in one["decisions"] * 20]
+    one["trials"] = one["trials"] * 30
+    return Frame(
+        source="/a/long/path" * 30, runs=[one["run"]] * 99, shown=[one] * 5, looked_at=one, trouble="lost " * 50
+    )
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 24), (80, 10), (140, 24), (139, 50), (250, 70)])
+def test_everything_fits(client: DaemonClient, size: tuple[int, int]) -> None:
+    full = many(look(client, None, 24))
+    for found in (look(client, None, size[1]), full, Frame(source="s", runs=[], shown=[], looked_at=None)):
+        lines = drawn(found, *size)
+        assert len(lines) <= size[1]
+        assert max(map(len, lines)) <= size[0]
+        assert "\x1b" not in "".join(lines)
+    lines = drawn(full, 80, 50)
+    assert any(line.startswith("and 94 more") for line in lines)
+    assert len(lines) >= 48  # the room is used
+    assert {"decisions", "settings"} <= {line.split("  ")[0] for line in lines}
+
+
+def test_nothing_of_a_run_is_markup(client: DaemonClient) -> None:
+    shown = "\n".join(drawn(look(client, "a2", 50), 200, 50))
+    assert "</script><img src=x onerror=alert(1)>[red]\\x1b[2J" in shown
+
+
+def test_a_page_is_printed_once_into_a_pipe(
+    found: tuple[Application, list[Training]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(found[0], monkeypatch)
+    monkeypatch.setenv("COLUMNS", "80")
+    tell = teller(capsys)
+    for arguments in ([], ["--once"], ["a2"]):
+        code, out, err = tell("top", *arguments)
+        assert (code, err) == (0, "")
+        assert out.startswith("zftune top  1 run and 1 ended on ")
+        assert "\x1b" not in out
+    assert f"{found[1][1].called}  </script>" in out
+    document = json.loads(tell("top", "--json", "-")[1])
+    assert document["schema"] == "zftune.top/1"
+    assert [one["run"]["state"] for one in document["runs"]] == ["frozen", "ended"]
+    assert len(json.loads(tell("top", "a1", "--json", "-")[1])["runs"]) == 1
+    for arguments, sentence in (
+        (["x"], "RUN 'x' is not there; the runs are "),
+        (["--interval-s", "0"], "--interval-s is 0; it must be from 0.1 to 3600"),
+        (["--json", "nonesuch/x"], "--json 'nonesuch/x'"),
+    ):
+        code, out, err = tell("top", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert sentence in err
+
+
+class Terminal:
+    """A terminal of 80 x 24 in which a command runs."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.screen, self._inside = pty.openpty()
+        ioctl(self._inside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(self._inside)
+        more = {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from zftune.cli.main import main; main()", *arguments],
+            env={name: value for name, value in environment(folder, **more).items() if value},
+            stdin=self._inside,
+            stdout=self._inside,
+            stderr=self._inside,
+            start_new_session=True,
+            preexec_fn=lambda: ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        self.seen = b""
+
+    def until(self, text: bytes) -> None:
+        """Wait until it is written; what came before is forgotten."""
+        ends = time.monotonic() + SOON_S
+        while text not in self.seen:
+            ready, _, _ = select.select([self.screen], [], [], max(0.0, ends - time.monotonic()))
+            assert ready, self.seen
+            self.seen += os.read(self.screen, 1 << 16)
+        self.seen = self.seen.partition(text)[2]
+
+    @property
+    def after(self) -> list[Any]:
+        return termios.tcgetattr(self._inside)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.screen)
+        os.close(self._inside)
+
+
+def test_it_goes_on_until_ctrl_c_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
+    with training_under(folder, "gpt2") as (daemon, (training,)):
+        terminal = Terminal(folder, "top", "--interval-s", "0.1")
+        try:
+            terminal.until(b"\x1b[?1049h")
+            terminal.until(f" {training.step} ".encode())
+            training.go_on()
+            terminal.until(f" {training.step} ".encode())
+            training.transport.post(f"/v1/runs/{training.run}/pause")
+            terminal.until(b"paused")
+            daemon.process.kill()
+            terminal.until(b"what is below is old")
+            terminal.until(training.called.encode())
+            os.write(terminal.screen, b"\x03")
+            terminal.until(LEAVES)
+            assert terminal.process.wait(SOON_S) == 0
+            assert terminal.after == terminal.before
+            assert b"Traceback" not in terminal.seen
+        finally:
+            terminal.close()

@@ -1,0 +1,476 @@
+"""What is told of a run, against the search that made it and against rows that were written by hand."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.support.zftune.explain.runs import (
+    HARDWARE,
+    KEY,
+    MODEL,
+    ByHand,
+    Clock,
+    begin,
+    by_hand,
+    explained,
+    finished,
+    follow,
+    go_on,
+    live_document,
+    same,
+    searched,
+)
+from tests.support.zftune.tuner.surfaces import START, make
+from zftune.cli import top
+from zftune.explain import words
+from zftune.explain.document import _quality
+from zftune.explain.screen import render
+from zftune.report.tune import tune_page
+from zftune.store.account import Count
+from zftune.store.store import Store
+from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, TrialState
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.space import feasible
+
+
+@pytest.mark.parametrize("seed", [1, 4, 6])
+def test_the_rows_say_what_the_search_knew(store: Store, seed: int) -> None:
+    run, search = finished(store, seed)
+    found, live = explained(store, run), live_document(search)
+    same(found, live)
+    assert live["gain"] is not None
+    assert found["run"]["state"] == "finished"
+    assert sum(one["count"] for one in found["rejected"]) == sum(one["state"] == "rejected" for one in found["trials"])
+    assert [one["number"] for one in found["history"]] == list(range(1, len(found["history"]) + 1))
+
+
+def test_each_measurement_belongs_to_one_decision(store: Store) -> None:
+    run, _ = finished(store, 6)
+    found = explained(store, run)
+    of = {number: note for note in found["decisions"] for number in note["measured"]}
+    assert sorted(of) == [one["number"] for one in found["history"]]
+    for one in found["history"]:
+        note = of[one["number"]]
+        assert one["trial"] == (note["incumbent"] if one["role"] in ("start", "a1", "a2") else note["trial"])
+        assert one["ended_s"] <= note["at_s"] + 0.002
+    adopted = next(note for note in found["decisions"] if note["kind"] == "adopt")
+    roles = [one["role"] for one in found["history"] if one["number"] in adopted["measured"]]
+    assert roles in (["explore", "a1", "b", "a2"], ["explore", "a2", "b", "a2"])
+
+
+def test_noise_and_error_are_those_of_the_steps(store: Store) -> None:
+    run, _ = finished(store, 1)
+    history = [one for one in explained(store, run)["history"] if one["status"] == "measured"]
+    noises = [one["noise"] for one in history]
+    assert 0.035 < sum(noises) / len(noises) < 0.065  # the driver's is 5%
+    independent = [1.2533 * one["noise"] * one["step_ms"] / math.sqrt(one["steps"]) for one in history]
+    ratios = [one["error_ms"] / error for one, error in zip(history, independent, strict=True)]
+    assert 0.8 < sum(ratios) / len(ratios) < 1.6
+
+
+def test_rows_by_hand(timed: Store, clock: Clock) -> None:
+    found = explained(timed, by_hand(timed, clock), clock)
+    cost = found["cost"]
+    assert cost["spent_s"] == pytest.approx(2)
+    assert cost["elapsed_s"] == pytest.approx(52, abs=0.05)
+    assert cost["saved_s"] == pytest.approx(10, abs=0.05)
+    assert cost["break_even_s"] == pytest.approx(44, abs=0.05)  # two seconds after it was adopted
+    assert found["gain"] == {"share": pytest.approx(0.5), "error": pytest.approx(0.02), "era": 0, "reference": None}
+    assert found["best"]["step_ms"] == pytest.approx(200)
+    assert found["verdict"][:2] == [
+        "Spent 3.8% of the run (2 s of 52 s), gained 50 +/- 2%, saved 10.00 +/- 0.80 s, broke even after 44 s.",
+        "Keep topk_ratio 0.2; all else as it was at the start.",
+    ]
+    assert found["run"]["state"] == "running"
+    assert [round(note["at_s"]) for note in found["decisions"]] == [8, 18, 42, 52]
+    assert [note["measured"] for note in found["decisions"]] == [[1], [2], [3, 4, 5, 6], [7]]
+
+
+def test_a_remark_that_was_written_down_at_the_end_stands_where_it_was_made(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    before = explained(timed, run, clock)["decisions"]
+    between = (before[0]["at_unix_s"] + before[1]["at_unix_s"]) / 2
+    timed.add_decision(run, Decision("remark", "Nothing is predicted here.", at_unix_s=between))
+    after = explained(timed, run, clock)["decisions"]
+    assert [note["kind"] for note in after] == ["start", "remark", *(note["kind"] for note in before[1:])]
+    assert after[1]["at_s"] == after[0]["at_s"]
+    assert after[1]["measured"] == []
+    assert [note["measured"] for note in after if note["kind"] != "remark"] == [note["measured"] for note in before]
+
+
+def test_what_was_saved_before_a_rollback_stays_saved_on_every_screen(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    clock.now += 20
+    pinned = Decision("rollback", "Rolled back by hand.", timed.trials(run.run_id)[-1].number)
+    timed.add_decision(run, replace(pinned, details={"pinned": 0.0, "elapsed_s": 72.0}))
+    before = timed.account(run.run_id)
+    assert before is not None
+    timed.finish_run(run, before.taken("first", Count(seconds=72.0, spent_s=2.0, saved_s=30.0)))
+    found = explained(timed, run, clock)
+    account = {**found["cost"], "steps": 720}
+    assert found["gain"] is None
+    assert found["verdict"][0] == "Spent 2.8% of the run (2 s of 72 s), saved about 30 s, broke even after 44 s."
+    assert top.account({"account": account}, found["gain"]) == (
+        "tuned for 720 steps in 72 s, exploring cost 2 s (2.8%), saved about 30 s, broke even after 44 s"
+    )
+
+
+def test_the_advice_on_a_low_coverage_looks_at_what_was_adopted(timed: Store, clock: Clock) -> None:
+    run = by_hand(timed, clock)
+    adopted = {**START.knobs(), "topk_ratio": 0.2}
+    curve = Curve((CurvePoint(100, 100, coverage=0.13),), (KnobChange(0, adopted),))
+    timed.save_curve(run, curve)
+    (notice,) = explained(timed, run, clock)["notices"]
+    assert "The search adopted topk_ratio 0.2, which its quality allows" in notice
+    timed.save_curve(run, replace(curve, changes=(KnobChange(0, START.knobs()),)))  # as while another is on trial
+    (notice,) = explained(timed, run, clock)["notices"]
+    assert "Raise topk_ratio, lower update_interval" in notice
+
+
+def test_what_is_not_paid_for_yet(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, slow, fast = rows.trial("start"), rows.trial(topk_ratio=0.05), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    rows.measure(slow, "explore", 400, status="aborted", reason="far too slow")
+    rows.decide("abort", slow)
+    for trial, role, ms in ((fast, "explore", 75), (start, "a1", 100), (fast, "b", 75), (start, "a2", 100)):
+        rows.measure(trial, role, ms)
+    rows.decide("adopt", fast, gain=0.25, error=0.004)
+    rows.counted(Count(seconds=17.0, spent_s=6.0))
+    timed.finish_run(rows.run)
+    found = explained(timed, rows.run, clock)
+    assert found["cost"]["break_even_s"] is None
+    assert found["cost"]["remaining_s"] == pytest.approx(18, abs=0.05)  # 6 s were spent, a second saves a third
+    assert found["verdict"][0] == (
+        "Spent 35% of the run (6 s of 17 s), gained 25.0 +/- 0.8%, not yet broken even: 18 s more under these settings "
+        "pay for it."
+    )
+    assert found["trials"][1]["reason"] == "far too slow"
+    (era,) = found["eras"]
+    assert (era["measurements"], era["settings"]) == (6, 3)  # the one that was cut short is in both
+
+
+def test_a_run_without_a_gain(store: Store) -> None:
+    run, search = finished(store, 1, sampler="none", patience=1)
+    found = explained(store, run)
+    same(found, live_document(search))
+    if found["gain"] is None:
+        assert "gained nothing." in found["verdict"][0]
+    worse = ByHand(store, Clock(), begin(store))
+    start = worse.trial("start")
+    worse.measure(start, "start", 100)
+    worse.counted(Count(seconds=2.0))
+    found = explained(store, worse.run)
+    assert found["verdict"][0] == "Spent nothing in 2 s, gained nothing."
+    assert found["verdict"][1] == (
+        f"No other setting was measured, so that nothing is known of them. It began with: {START}."
+    )
+
+
+def test_a_run_that_measured_nothing(store: Store) -> None:
+    rows = ByHand(store, Clock(), begin(store))
+    rows.trial("start")
+    found = explained(store, rows.run)
+    assert found["verdict"][0] == (
+        f"Nothing was measured, so that nothing is known of any setting. It began with: {START}."
+    )
+
+
+def test_an_interrupted_run(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6, most=5)
+    search.stop("Interrupted.")
+    recorder.finish(search, unfinished=True)
+    found = explained(store, run)
+    assert found["interrupted"]
+    assert found["verdict"][-1] == "It ended before its search did: this is what was found until then."
+    same(found, live_document(search))
+
+
+def test_a_run_that_goes_on(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6, most=5)
+    request = search.next()
+    assert request is not None
+    recorder.before(search, request)
+    found = explained(store, run)
+    assert found["run"]["state"] == "running"
+    assert found["verdict"][-1] == "It is still running: this is what is known so far."
+    assert len(found["history"]) == 5
+
+
+def test_a_lost_run(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, tried = rows.trial("start"), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    timed.mark_in_flight(rows.run, tried)
+    clock.now += 1000
+    for _ in range(2):  # before somebody closes it, and after
+        found = explained(timed, rows.run, clock)
+        assert found["run"]["state"] == "ended"
+        assert found["verdict"][-1].startswith("It ended before its search did")
+        timed.reap()
+    assert found["trials"][1]["state"] == TrialState.CRASHED.value
+    assert found["decisions"][-1]["kind"] == "crash"
+    assert found["decisions"][-1]["trial"] == 1
+
+
+def test_a_run_that_the_guard_ended(store: Store) -> None:
+    run, search, _, recorder = searched(store, 6)
+    assert search.book.gain is not None
+    search.guard("Stopped at step 9: the loss is NaN; the settings at the start are back.")
+    recorder.finish(search)
+    found = explained(store, run)
+    same(found, live_document(search))
+    assert found["best"]["number"] == 0
+    assert ("gained nothing" in found["verdict"][0]) == (found["cost"]["saved_s"] == 0)
+    assert found["stopped"].startswith("Stopped at step 9")
+
+
+def test_a_run_that_was_reopened(store: Store) -> None:
+    run, search, driver, recorder = searched(store, 6, watch=True, most=40)
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    go_on(search, driver, recorder, 30)
+    found = explained(store, run)
+    assert "reopen" in {note["kind"] for note in found["decisions"]}
+    same(found, live_document(search))
+
+
+def test_a_run_in_which_updates_had_to_come_earlier(store: Store) -> None:
+    """Nobody has compared what it goes on with: it gains nothing, and what was saved before stays saved."""
+    run, search, driver, recorder = searched(store, 6, watch=True, most=60)
+    assert explained(store, run)["gain"] is not None
+    driver.fault = lambda request: replace(driver.measure(request), movement_percent=5.0)
+    go_on(search, driver, recorder, 1)
+    driver.fault = lambda request: None
+    go_on(search, driver, recorder, 1)
+    found = explained(store, run)
+    assert (search.book.gain, found["best"]["number"]) == (None, search.book.incumbent.number)
+    assert [note["kind"] for note in found["decisions"][-3:]] == ["movement", "reopen", "start"]
+    assert (found["gain"], found["cost"]["remaining_s"]) == (None, None)
+    assert "gained" not in found["verdict"][0]
+
+
+def test_a_gain_goes_with_its_setting(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, first, second = rows.trial("start"), rows.trial(topk_ratio=0.2), rows.trial(topk_ratio=0.3)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("adopt", first, gain=0.5, error=0.01)
+    rows.decide("reopen", first)
+    rows.decide("adopt", second, gain=0.2, error=0.01)
+    gains = [explained(timed, rows.run, clock)["gain"]]
+    for topk_ratio in (0.2, START.topk_ratio):  # further trials of the same settings
+        rows.decide("movement", rows.trial("planner", topk_ratio=topk_ratio))
+        gains.append(explained(timed, rows.run, clock)["gain"])
+    assert [None if one is None else (one["share"], one["era"]) for one in gains] == [
+        (pytest.approx(0.6), 0),  # a part of it is that old
+        (pytest.approx(0.5), 0),
+        None,
+    ]
+    verdict = explained(timed, rows.run, clock)["verdict"]
+    assert verdict[1].startswith("What had been adopted was given up for the quality. ")
+    assert verdict[0].endswith(", gained nothing.")
+    rows.decide("memory", rows.trial("planner", topk_ratio=0.01))
+    verdict = explained(timed, rows.run, clock)["verdict"]
+    assert "gained" not in verdict[0]  # nobody has compared it
+    assert verdict[1].startswith("Keep topk_ratio 0.01; ")
+
+
+def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, best = rows.trial("start"), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    rows.decide("reopen", best)
+    again = rows.trial("start", topk_ratio=START.topk_ratio)
+    rows.decide("keep", again, gain=-0.25, error=0.0125)
+    gains = [explained(timed, rows.run, clock)["gain"]]
+    rows.decide("keep", again, gain=-0.25, error=0.0125, compared_again=1.0)
+    gains.append(explained(timed, rows.run, clock)["gain"])
+    assert gains == [
+        {"share": 0.5, "error": 0.02, "era": 0, "reference": None},
+        {"share": pytest.approx(0.2), "error": pytest.approx(0.016), "era": 1, "reference": None},
+    ]
+    rows.decide("keep", again, gain=0.02, error=0.03, compared_again=1.0)
+    found = explained(timed, rows.run, clock)
+    assert "gained nothing beyond noise (-2 +/- 6%)" in found["verdict"][0]
+    assert found["verdict"][1] == "It ended with topk_ratio 0.2; all else as it was at the start."
+
+
+def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, earlier, best = rows.trial("start"), rows.trial("planner", update_interval=2), rows.trial(topk_ratio=0.2)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.decide("movement", earlier)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    found = explained(timed, rows.run, clock)
+    assert found["gain"]["reference"] == {**START.knobs(), "update_interval": 2}
+    over = f"over what quality or GPU memory required ({words.setting({**START.knobs(), 'update_interval': 2})})"
+    assert f"gained 50 +/- 2% {over}." in found["verdict"][0]
+    assert f"of the step time {over}" in tune_page(found)
+
+
+def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, again = rows.trial("start"), rows.trial("start", topk_ratio=START.topk_ratio)
+    rows.measure(start, "start", 400)
+    rows.decide("start", start)
+    rows.measure(again, "explore", 400)
+    found = explained(timed, rows.run, clock)
+    assert [(one["measurements"], one["settings"]) for one in found["eras"]] == [(2, 1)]
+    assert words.nothing_adopted(found).startswith("No other setting was measured")
+    assert words.fates(found)[1] == "start"
+
+
+def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    earlier = rows.trial("search", update_interval=1)
+
+    def begins_again(*causes: DecisionKind, **details: float) -> None:
+        for cause in causes:
+            rows.decide(cause, earlier)
+        rows.decide("reopen", start, "Because.", **details)
+        rows.measure(start, "start", 100)
+
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    begins_again("movement")
+    begins_again()
+    begins_again("memory")
+    begins_again(tokens=128.0)
+    begins_again(tokens=64.0)
+    found = explained(timed, rows.run, clock)
+    assert [words.era(found, one).partition(":")[0] for one in found["eras"]] == [
+        "Before updates came earlier for the quality",
+        "Before step times changed",
+        "Before another share of the state was offloaded for GPU memory",
+        "Before steps had another number of tokens",
+        "Before steps had another number of tokens again",
+        "Since steps had another number of tokens",
+    ]
+
+
+def test_a_measurement_stands_in_the_part_of_the_search_that_counts_it(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start, tried = rows.trial("start"), rows.trial(topk_ratio=0.3)
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    rows.measure(tried, "explore", 90)
+    rows.measure(start, "a1", 150)
+    rows.decide("reopen", start, "Other times.")
+    rows.measure(start, "start", 150)
+    rows.decide("start", start)
+    found = explained(timed, rows.run, clock)
+    counted = [one["measurements"] for one in found["eras"]]
+    told = [0, 0]
+    for one in words.entries(found):
+        told[one.era] += len(one.measured)
+    assert sum(told) == len(found["history"])
+    shown = [(one.era, one.reason) for one in words.entries(found) if one.measured]
+    assert shown[1] == (0, "Nothing was decided by this before the search began again."), (counted, shown)
+
+
+def test_a_setting_that_was_tried_again_counts_once(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100)
+    rows.decide("start", start)
+    for _ in range(2):
+        for ratio in (0.2, 0.3):
+            tried = rows.trial(topk_ratio=ratio)
+            rows.measure(tried, "explore", 300)
+            rows.decide("keep", tried)
+        rows.decide("reopen", start)
+        rows.measure(start, "start", 100)
+    assert explained(timed, rows.run, clock)["verdict"][1].startswith("None of the 2 other settings that were tried ")
+
+
+def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
+    run, _, driver, recorder = searched(store, 6, most=5)
+    store.interrupt_run(run)
+    lost = explained(store, run)
+    assert lost["run"]["state"] == "ended"
+    again, _ = make(6, 0.05)
+    run = store.resume_run(run.run_id)
+    recorder = StoreRecorder(store, run)
+    recorder.resume(again)
+    follow(recorder, again, "second")
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    go_on(again, driver, recorder, 1)
+    found = explained(store, run)
+    assert [note["kind"] for note in found["decisions"]][-2:] == ["resume", "reopen"]
+    assert found["best"]["step_ms"] > 1.5 * lost["best"]["step_ms"]
+    same(found, live_document(again))
+    first, last = found["eras"]  # what showed that times have changed is the first of the new ones
+    assert (first["measurements"], last["measurements"], last["settings"]) == (5, 1, 1)
+    assert [one["era"] for one in found["history"]] == [0, 0, 0, 0, 0, 1]
+    before = {one["number"]: one["step_ms"] for one in lost["trials"] if one["number"] != found["best"]["number"]}
+    assert {number: found["trials"][number]["earlier_step_ms"] for number in before} == before
+
+
+def test_knobs_of_another_backend(timed: Store, clock: Clock) -> None:
+    run = begin(timed)
+    ids = [
+        timed.add_trial(
+            run, {"topk_ratio": k, "update_interval": "auto", "overlap_step": True}, source="start"
+        ).trial_id
+        for k in (0.1, 0.2)
+    ]
+    rows = ByHand(timed, clock, run)
+    rows.measure(ids[0], "start", 100)
+    rows.decide("start", ids[0])
+    rows.measure(ids[1], "explore", 50)
+    rows.decide("adopt", ids[1], gain=0.5, error=0.01)
+    found = explained(timed, run, clock)
+    assert found["best"]["staleness_steps"] is None
+    assert found["verdict"][1] == "Keep topk_ratio 0.2; all else as it was at the start."
+
+
+def test_a_run_that_has_no_rows(store: Store) -> None:
+    found = explained(store, begin(store))
+    assert found["verdict"] == ["The search had not begun."]
+    assert found["best"] is None
+
+
+def test_what_the_quality_allows_is_kept(store: Store) -> None:
+    search, _ = make(4, 0.05)
+    kept = feasible(search.book.space)
+    run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
+    assert explained(store, run)["feasible"] == kept
+
+
+def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
+    key = replace(KEY, world_size=4, nodes=2, shards=4)
+    rows = ByHand(timed, clock, timed.begin_run(key, MODEL, HARDWARE, knobs=START.knobs(), settings={}))
+    start = rows.trial("start")
+    rows.measure(start, "start", 70, ranks_ms=[40.0, 40.5, 60.0, 41.0])
+    rows.measure(start, "hold", 70)
+    document = explained(timed, rows.run)
+    assert document["ranks_ms"] == [40.0, 40.5, 60.0, 41.0]
+    assert document["workload"]["ranks"] == "4 ranks on 2 nodes, state sharded"
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(render(document))
+    assert "4 ranks on 2 nodes, state sharded; measured on rank 0" in shown.getvalue()
+    assert "Rank 2 is the slowest: its step takes 60 ms without collectives, that of the fastest rank 40 ms;" in (
+        shown.getvalue()
+    )
+
+
+def test_the_coverage_is_that_of_the_settings_that_hold() -> None:
+    kept, tried = {"topk_ratio": 0.3, "update_interval": 4}, {"topk_ratio": 0.05, "update_interval": 4}
+    changes = (KnobChange(0, kept), KnobChange(10, tried), KnobChange(20, kept))
+    points = (CurvePoint(10, 10, coverage=0.5), CurvePoint(20, 10, coverage=0.04))
+    assert _quality(Curve(points, changes), kept, (), 0)["coverage"] is None  # nothing was seen since
+    later = (*points, CurvePoint(30, 10, coverage=0.38), CurvePoint(40, 10, coverage=0.4))
+    assert _quality(Curve(later, changes), kept, (), 0)["coverage"] == pytest.approx(0.39)

@@ -1,0 +1,292 @@
+"""What `zftune tune` and `zftune explain` show."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, begin, explained, finished
+from tests.support.zftune.tuner.surfaces import START
+from zenflow import ZenFlowConfig
+from zftune.explain.document import tune_document
+from zftune.explain.screen import render
+from zftune.explain.words import fates, lateness_bound, rejected, to_copy, verdict
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.tuner.space import Setting
+from zftune.words import shares
+
+ABOUT = {
+    "device": "cpu",
+    "rig": {"name": "a [rig]", "source": "made up"},
+    "workload": {"model": "tiny"},
+    "quality": "published",
+    "interrupted": False,
+    "steps": 700,
+}
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def document(kept: Store) -> dict[str, Any]:
+    run, _ = finished(kept, 6)
+    return tune_document(kept, run.run_id, ABOUT, ["the store is in memory [only]"], "")
+
+
+def shown(document: dict[str, Any]) -> str:
+    out = io.StringIO()
+    Console(width=140, file=out).print(render(document))
+    return out.getvalue()
+
+
+def said(document: dict[str, Any]) -> str:
+    return " ".join(verdict(document))
+
+
+def test_the_screen_shows_what_was_measured_and_what_was_kept(document: dict[str, Any]) -> None:
+    text = shown(document)
+    assert "rig a [rig]): times do not come from a GPU" in text
+    assert "the store is in memory [only]" in text
+    unwrapped = " ".join(text.replace("│", " ").split())
+    gain = document["gain"]
+    assert f"gained {shares(gain['share'], gain['error'])}" in unwrapped
+    assert document["stopped"] in unwrapped
+    for note in document["decisions"]:
+        assert note["reason"] in unwrapped
+    config = Setting.from_knobs(document["best"]["knobs"]).config(ZenFlowConfig())
+    assert f"in Python: {config.to_python()} in a ds_config for zftune run:" in unwrapped
+    section = re.search(r'in a ds_config for zftune run: ("zero_optimization": \{.*\}\}) ', unwrapped)
+    assert section is not None
+    assert ZenFlowConfig.from_ds_config({"gradient_clipping": 0, **json.loads(f"{{{section[1]}}}")}) == config
+
+
+def test_settings_to_copy_have_what_no_search_changes(document: dict[str, Any]) -> None:
+    others: dict[str, Any] = {"max_grad_norm": 1.0, "pipeline": "none", "stream": False}
+    run = {**document["run"], "settings": {**document["run"]["settings"], "unsearched": others}}
+    python, section = to_copy({**document, "run": run})
+    best = Setting.from_knobs(document["best"]["knobs"])
+    assert python == f"in Python: {best.config(ZenFlowConfig(**others)).to_python()}"
+    assert "max_grad_norm=1.0" in python
+    assert '"pipeline": "none"' in section
+
+
+def test_where_nothing_was_written_down_the_last_words_are_shown(kept: Store) -> None:
+    document = tune_document(kept, None, ABOUT, ["No space left."], "zftune tuned nothing.\nIt was short.")
+    json.dumps(document, allow_nan=False)
+    text = shown(document)
+    assert "zftune tune  tiny on cpu" in text
+    assert "No space left." in text
+    assert "zftune tuned nothing." in text
+    assert (document["run"], document["best"], document["trials"]) == (None, None, [])
+
+
+def test_the_document_is_plain_and_whole(document: dict[str, Any]) -> None:
+    json.dumps(document, allow_nan=False)
+    assert document["schema"] == "zftune.tune/1"
+    assert {trial["state"] for trial in document["trials"]} >= {"measured", "rejected"}
+    for trial in document["trials"]:
+        assert (trial["reason"] is not None) == (trial["state"] in ("rejected", "aborted"))
+    best = document["best"]
+    assert best in document["trials"]
+    assert document["gain"]["share"] > 0.02
+
+
+def test_nothing_is_claimed_of_what_was_not_measured(document: dict[str, Any]) -> None:
+    """Where only the starting point was, and where nothing was at all."""
+    start = {**document["start"], "state": "measured"}
+    one = {**document, "start": start, "best": start, "trials": [start], "gain": None, "decisions": []}
+    assert "No other setting was measured, so that nothing is known of them. It began with: topk_ratio" in said(one)
+    assert "Keep" not in said(one)
+    unseen = {**start, "state": "planned", "step_ms": None}
+    nothing = {**one, "start": unseen, "best": unseen, "trials": [unseen], "measurements": 0, "stopped": None}
+    text = said(nothing)
+    assert "Nothing was measured, so that nothing is known of any setting. It began with: topk_ratio" in text
+    assert "Spent" not in text
+
+
+def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document: dict[str, Any]) -> None:
+    best, start = document["best"]["number"], 0
+    others = [one for one in document["trials"] if one["state"] == "measured" and one["number"] not in (best, start)]
+    looked_at, kept = others[0]["number"], others[1]["number"]
+    notes = [one for one in document["decisions"] if one["trial"] != looked_at]
+    found = fates({**document, "decisions": notes})
+    assert (found[best], found[start]) == ("kept", "start")
+    assert (found[looked_at], found[kept]) == ("not compared", "not adopted")
+    again = [{**one, "source": "reference"} if one["number"] == kept else one for one in document["trials"]]
+    assert fates({**document, "trials": again})[kept] == "compared again"
+    at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
+    unlike = "measured, but not compared with those that it began with. It began with: "
+    assert f"was adopted; one of them was {unlike}" in said(at_start)
+    before = [{**one, "step_ms": None} if one["number"] == looked_at else one for one in document["trials"]]
+    assert fates({**at_start, "trials": before})[looked_at] == "measured earlier"
+    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": before})
+    twice = [*document["trials"], {**document["trials"][kept], "number": len(document["trials"])}]
+    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": twice})
+    two = [document["start"], document["trials"][looked_at]]
+    alone = {**at_start, "trials": sorted(two, key=lambda one: one["number"])}
+    assert f"The one other setting that was tried was {unlike}" in said(alone)
+    states = {one["number"]: one["state"] for one in document["trials"]}
+    assert all(found[number] == "rejected unseen" for number, state in states.items() if state == "rejected")
+    states_of = [{**document["trials"][looked_at], "state": state} for state in ("in_flight", "void", "crashed")]
+    assert [fates({**document, "trials": [one]})[looked_at] for one in states_of] == [
+        "being measured", "not counted", "crashed"
+    ]  # fmt: skip
+
+
+def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
+    old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
+    assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
+    assert lateness_bound(old) == ""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05}
+    found = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    assert found["budget"] == {
+        "steps": 3.4, "fixed_because": None, "movement_percent": 0.05, "movement_learning_rate": None,
+        "peak_movement_percent": None, "peak_learning_rate": None, "expected_loss_percent": pytest.approx(0.3),
+    }  # fmt: skip
+    assert lateness_bound(found) == (
+        "weights move 0.05% in a step: updates may come 3.43 steps late on average, which adds up to about 0.3% of "
+        "loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch"
+    )
+    little = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings | {
+        "movement_percent": 0.00268
+    }))  # fmt: skip
+    assert little["budget"]["expected_loss_percent"] == pytest.approx(10.2 * (8 * 0.00268) ** 2)
+    assert lateness_bound(little) == (
+        "weights move 0.00268% in a step: updates may come 8 steps late on average (no study has looked at updates "
+        "that are later than 8 steps), which adds up to about 0.00469% of loss in a long fine-tuning, 1.04% in one of "
+        "1000 steps; more from scratch"
+    )
+
+
+def test_the_budget_in_steps_is_that_of_the_newest_movement(timed: Store, clock: Clock) -> None:
+    feasible = [{"topk_ratio": 0.0, "update_interval": 5.8, "with_any_lag": 3.4}]
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05, "feasible": feasible}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    assert explained(timed, rows.run, clock)["feasible"] == feasible
+    rows.measure(start, "start", 100, movement_percent=0.1)
+    found = explained(timed, rows.run, clock)
+    steps = found["budget"]["steps"]
+    assert f"late updates may come {steps:.3g} steps" in f"late {lateness_bound(found).partition(': ')[2]}"
+    assert found["feasible"] == [
+        {"topk_ratio": 0.0, "update_interval": pytest.approx(2 * steps - 1), "with_any_lag": pytest.approx(steps)}
+    ]
+
+
+def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed: Store, clock: Clock) -> None:
+    """Not at that of the training before, which began the run, nor at its highest where it has fallen since."""
+    settings = {"budget_steps": 3.4, "movement_percent": 0.05, "movement_rate": 3e-5, "learning_rate": 3e-5}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    told = [lateness_bound(explained(timed, rows.run, clock))]
+    moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0958}]
+    for moved in moves:
+        rows.measure(start, "start", 100, **moved)  # at the last no rate was known
+        told.append(lateness_bound(explained(timed, rows.run, clock)))
+    assert [one.partition(":")[0] for one in told] == [
+        "weights move 0.05% in a step at learning rate 3e-5",
+        "weights move 0.05% in a step at learning rate 3e-5",
+        "weights move 0.107% in a step at learning rate 0.001",
+        "weights move 0.0958% in a step",
+    ]
+
+
+def test_a_movement_at_the_end_of_a_schedule_is_told_beside_that_at_its_peak(timed: Store, clock: Clock) -> None:
+    settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    start = rows.trial("start")
+    rows.measure(start, "start", 100, movement_percent=0.05, movement_rate=9e-5)
+    rows.measure(start, "start", 100, movement_percent=0.045, movement_rate=1e-4)
+    assert "at the last" not in lateness_bound(explained(timed, rows.run, clock))
+    rows.measure(start, "start", 100, movement_percent=5e-5, movement_rate=7e-8)
+    found = explained(timed, rows.run, clock)
+    assert (found["budget"]["peak_movement_percent"], found["budget"]["peak_learning_rate"]) == (0.05, 9e-5)
+    assert lateness_bound(found) == (
+        "weights move 0.05% in a step at learning rate 9e-5: updates may come 3.43 steps late on average, which adds "
+        "up to about 0.3% of loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch; at the last "
+        "weights move 0.00005% in a step at learning rate 7e-8, which allows 8 steps"
+    )
+
+
+@pytest.mark.parametrize("interval", [2, 8])
+def test_a_setting_that_only_the_last_small_steps_allow_is_recommended_for_them(
+    timed: Store, clock: Clock, interval: int
+) -> None:
+    settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
+    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
+    rows.measure(rows.trial("start"), "start", 100, movement_percent=0.05, movement_rate=1e-4)
+    best = rows.trial(update_interval=interval, apply_lag=interval)
+    rows.measure(best, "b", 50, movement_percent=0.01, movement_rate=2e-5)
+    rows.decide("adopt", best, gain=0.5, error=0.01)
+    keep = next(one for one in verdict(explained(timed, rows.run, clock)) if one.startswith("Keep"))
+    assert keep.removeprefix(
+        f"Keep update_interval {interval}, apply_lag {interval}; all else as it was at the start."
+    ) == (
+        ""
+        if interval == 2
+        else " For the beginning of another training it may come too late: 7.2 steps, where the quality allows 3.43 "
+        "while weights move 0.05% in a step at learning rate 0.0001, and 8 while weights move 0.01% in a step at "
+        "learning rate 2e-5."
+    )
+
+
+def test_a_setting_that_is_thought_of_again_is_one_that_was_never_applied() -> None:
+    def trial(topk_ratio: float, state: str, reason: str | None = None) -> dict[str, Any]:
+        return {"knobs": {"topk_ratio": topk_ratio}, "state": state, "reason": reason}
+
+    trials = [
+        trial(0.1, "rejected", "it is 2.0 times too slow"),
+        trial(0.2, "rejected", "it is 1.5 times too slow"),
+        trial(0.1, "rejected", "it is 3.0 times too slow"),
+        trial(0.3, "measured"),
+        trial(0.3, "rejected", "it crashed before"),  # it was applied
+        trial(0.4, "void"),
+        trial(0.4, "rejected", "it does not fit"),
+    ]
+    assert rejected(trials) == [
+        {"reason": "it is 1.5 to 3.0 times too slow", "count": 2},
+        {"reason": "it does not fit", "count": 1},
+    ]
+
+
+def test_earlier_parts_of_a_long_search_are_shown_by_what_changed(timed: Store, clock: Clock) -> None:
+    rows = ByHand(timed, clock, begin(timed))
+    start = rows.trial("start")
+    best = rows.trial(topk_ratio=0.2)
+    for part in range(5):
+        rows.measure(start, "start", 400)
+        rows.decide("start", start, f"It begins, part {part}.")
+        for number in range(9):
+            rows.measure(best, "explore", 500)
+            rows.decide("keep", best, f"Not adopted, {part}.{number}.")
+        if part == 1:
+            rows.decide("adopt", best, "Adopted in part 1.", gain=0.1, error=0.01)
+        rows.decide("reopen", best, f"It begins again after part {part}.")
+    document = explained(timed, rows.run)
+
+    def lines(*, verbose: bool) -> str:
+        out = io.StringIO()
+        Console(width=140, file=out).print(render(document, verbose=verbose))
+        return out.getvalue()
+
+    short, long = lines(verbose=False), lines(verbose=True)
+    assert "Not adopted, 0.0." in long
+    assert "Not adopted, 0.0." not in short
+    assert "Not adopted, 4.8." in short
+    hidden = long.count("Not adopted,") + long.count("It begins, part") - short.count("Not adopted,")
+    hidden -= short.count("It begins, part")
+    assert f"{hidden} decisions of earlier parts changed nothing: zftune explain -v has them" in short
+    assert "Adopted in part 1." in short
+    assert re.search(r"gained [\d.]+ \+/- [\d.]+% \(measured before the search began again\)", said(document))
+    assert all(f"It begins again after part {part}." in short for part in range(5))

@@ -1,0 +1,3 @@
+"""Fixtures of tests/support/zftune/profile."""
+
+from tests.support.zftune.profile.fixtures import *  # noqa: F403

@@ -1,0 +1,324 @@
+"""The page of a search against the document it shows."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.zftune.explain.runs import Clock, begin, by_hand, finished, go_on, record, searched
+from tests.support.zftune.tuner.surfaces import START, make
+from tests.unit.zftune.report.test_html import EVIL, Page, browse, needs_chromium
+from zftune.explain.document import explain_document, tune_document
+from zftune.report.tune import KINDS, tune_page
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.tuner import optuna_export
+from zftune.tuner.optuna_export import importances
+from zftune.tuner.space import feasible, space_for
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def told(store: Store) -> dict[str, Any]:
+    """Of `zftune explain`, with enough settings to tell what matters."""
+    run, _ = finished(store, 8, patience=20, most_measurements=40)
+    return explain_document(store, record(store, run))
+
+
+@pytest.fixture(scope="module")
+def tuned(store: Store) -> dict[str, Any]:
+    """Of `zftune tune`, with fewer."""
+    run, _ = finished(store, 4)
+    workload = {"model": None, "parameters": None, "micro_batch": None, "sequence": None}
+    about = {
+        "device": "cpu", "rig": {"name": "mini", "source": "made up"}, "workload": workload, "quality": "published",
+        "interrupted": False,
+    }  # fmt: skip
+    return tune_document(store, run.run_id, about, ["the store is in memory"], "")
+
+
+@pytest.fixture(scope="module", params=["told", "tuned"])
+def document(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(document: dict[str, Any]) -> Page:
+    return Page(tune_page(document))
+
+
+def traces(page: Page, figure: str) -> dict[str, dict[str, Any]]:
+    return {trace["name"]: trace for trace in page.json("figures")[figure]["data"]}
+
+
+def test_it_holds_the_document_and_needs_nothing_else(document: dict[str, Any], page: Page) -> None:
+    assert page.json("profile") == document
+    assert {"history", "plane", "knobs"} == set(page.json("figures")) - {"importance"}
+    targets = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "action")]
+    assert targets == ["data:,"]
+    policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    closing = [tag for tag, _ in page.tags if tag in ("section", "details", "main", "header", "footer")]
+    text = tune_page(document)
+    assert all(text.count(f"</{tag}>") == closing.count(tag) for tag in closing)
+
+
+def test_the_history_is_that_of_the_document(told: dict[str, Any]) -> None:
+    found = traces(Page(tune_page(told)), "history")
+    line = found.pop("step time of the best so far")
+    assert line["y"] == [one["incumbent_step_ms"] for one in told["history"]]
+    drawn = {
+        x: (y, error, kind)
+        for kind, trace in found.items()
+        for x, y, error in zip(trace["x"], trace["y"], trace["error_y"]["array"], strict=True)
+    }
+    assert set(found) <= set(KINDS)
+    adopted = {n for note in told["decisions"] if note["kind"] == "adopt" for n in note["measured"]}
+    for one in told["history"]:
+        y, error, kind = drawn[one["number"]]
+        assert (y, error) == (one["step_ms"], 2 * (one["error_ms"] or 0))
+        if one["role"] in ("start", "a1", "a2"):
+            assert kind == "best so far"
+        elif one["status"] == "measured":
+            assert kind == ("adopted" if one["number"] in adopted else "not adopted")
+    assert len(drawn) == len(told["history"])
+
+
+def test_a_tuned_training_without_a_model(tuned: dict[str, Any]) -> None:
+    page = Page(tune_page(tuned))
+    assert any("a model" in text for text in page.text)
+    assert "the store is in memory" in page.text
+
+
+def test_nothing_was_written_down(store: Store) -> None:
+    about = {
+        "device": "cpu", "rig": None, "workload": {"model": "tiny"}, "quality": "published", "interrupted": True
+    }  # fmt: skip
+    page = Page(tune_page(tune_document(store, None, about, [], "zftune tuned nothing.")))
+    assert page.json("figures") == {}
+    assert "zftune tuned nothing." in page.text
+
+
+def test_settings_stand_where_their_knobs_are(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "plane")
+    trials = document["trials"]
+    for name in ("measured", "not measured", "start", "kept"):
+        trace = found[name]
+        for x, y, (number, _) in zip(trace["x"], trace["y"], trace["customdata"], strict=True):
+            knobs = trials[number]["knobs"]
+            assert x == pytest.approx(math.sqrt(knobs["topk_ratio"]), abs=0.1)
+            assert y == pytest.approx(math.log2(knobs["update_interval"]))
+    times = [trials[number]["step_ms"] for number, _ in found["measured"]["customdata"]]
+    assert found["measured"]["marker"]["color"] == times
+    assert times == sorted((one["step_ms"] for one in trials if one["step_ms"] is not None), reverse=True)
+    assert [number for number, _ in found["kept"]["customdata"]] == [document["best"]["number"]]
+    places = list(zip(found["measured"]["x"], found["measured"]["y"], strict=True))
+    assert len(set(places)) == len(places)  # none hides another
+
+
+def test_the_shaded_region_is_what_the_budget_forbids(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "plane")
+    forbidden, lags = found["outside the quality"], found["allowed with less lag"]
+    count = len(document["feasible"])
+    top = forbidden["y"][0]
+    for index, one in enumerate(document["feasible"]):
+        back = 2 * count - 1 - index
+        assert forbidden["x"][index] == lags["x"][index] == pytest.approx(math.sqrt(one["topk_ratio"]))
+        assert forbidden["y"][back] == pytest.approx(min(top, math.log2(one["update_interval"])))
+        assert lags["y"][back] == pytest.approx(min(top, math.log2(one["with_any_lag"])))
+    for trial in document["trials"]:
+        if trial["state"] == "measured" and trial["number"]:
+            assert trial["constraint"] <= 0
+
+
+def test_the_region_is_where_the_space_ends() -> None:
+    search, _ = make(6, 0.05)
+    space = search.book.space
+    for one in feasible(space) or ():
+        for name, lag_of in (("update_interval", lambda interval: 1), ("with_any_lag", lambda interval: interval)):
+            for interval in (math.floor(one[name]), math.ceil(one[name] + 1e-9)):
+                if interval >= 1:
+                    k, lag = one["topk_ratio"], lag_of(interval)
+                    setting = replace(START, topk_ratio=k, update_interval=interval, apply_lag=lag)
+                    assert (space.violation(setting) is None) == (interval <= one[name] * (1 + 1e-9))
+    exact = space_for(START, "exact", coverage=space.coverage)
+    assert feasible(exact) is None
+
+
+def test_the_other_knobs_have_panels(document: dict[str, Any], page: Page) -> None:
+    found = traces(page, "knobs")
+    timed = [one for one in document["trials"] if one["step_ms"] is not None]
+    varied = {name for name in timed[0]["knobs"] if len({one["knobs"][name] for one in timed}) > 1}
+    assert set(found) == varied - {"topk_ratio", "update_interval"}
+    assert "host_threads" in found
+    for trace in found.values():
+        assert trace["y"] == [one["step_ms"] for one in timed]
+
+
+def test_importance_is_optunas(told: dict[str, Any]) -> None:
+    page, document = Page(tune_page(told)), told
+    (bars,) = page.json("figures")["importance"]["data"]
+    shares = dict(zip(bars["y"], bars["x"], strict=True))
+    assert sum(shares.values()) == pytest.approx(100)
+    assert list(shares.values()) == sorted(shares.values())
+    varied = {n for n in document["start"]["knobs"] if len({str(one["knobs"][n]) for one in document["trials"]}) > 1}
+    assert set(shares) == varied
+
+
+def test_the_knob_that_matters_is_the_most_important() -> None:
+    settings = [{"a": a, "b": b, "c": "fixed"} for a in range(6) for b in range(6)]
+    found = importances(settings, [100 + 10 * one["a"] for one in settings])  # type: ignore[operator]
+    assert found is not None
+    assert list(found) == ["a", "b"]
+    assert found["a"] > 0.9
+
+
+def share_told_right(count: int) -> float:
+    """How often the only knob that matters comes out first, of so many settings with 1% of noise; each knob in turn."""
+    chance, names = random.Random(1), ("topk_ratio", "update_interval", "host_threads", "offload_ratio")
+    settings = [one.knobs() for one in make(6, 0.05)[0].book.space.settings()]
+    right = []
+    for name in names:
+        values = sorted({one[name] for one in settings})
+        for _ in range(10):
+            tried = chance.sample(settings, count)
+            slower = [0.3 * values.index(one[name]) / (len(values) - 1) for one in tried]
+            found = importances(tried, [100 * (1 + share) * chance.gauss(1, 0.01) for share in slower])
+            right.append(found is not None and next(iter(found)) == name)
+    return statistics.fmean(right)
+
+
+def test_what_matters_is_told_from_as_many_settings_as_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    least = optuna_export.LEAST
+    assert share_told_right(least) > 0.8
+    assert share_told_right(least - 1) == 0  # nothing is said
+    monkeypatch.setattr(optuna_export, "LEAST", 1)
+    assert share_told_right(least // 4) < 0.6
+
+
+def test_with_few_settings_it_is_not_told_what_matters(tuned: dict[str, Any]) -> None:
+    timed = sum(one["step_ms"] is not None for one in tuned["trials"])
+    assert 4 < timed < optuna_export.LEAST < len(tuned["trials"])  # with those that were only predicted
+    page = Page(tune_page(tuned))
+    assert f"What matters cannot be told: {timed} settings have a step time, and 16 are needed." in page.text
+    assert "importance" not in page.json("figures")
+
+
+def test_sentences_and_figures_are_there(document: dict[str, Any], page: Page) -> None:
+    text = " ".join(page.text)
+    for note in document["decisions"]:
+        assert note["reason"] in page.text
+    gain = document["gain"]
+    assert f"{100 * gain['share']:.1f}%" in page.text
+    assert f"± {100 * gain['error']:.1f}% of the step time" in page.text
+    assert re.search(r"Spent \d+(\.\d)?% of the run \([\d.,]+ s of [\d,.]+ s\), gained ", text)
+    assert "more rejected unseen" in text
+    for one in document["trials"]:
+        assert page.text.count(str(one["number"])) >= 1
+
+
+def test_eras_of_a_search_that_began_again(store: Store) -> None:
+    run, search, driver, recorder = searched(store, 6, watch=True, most=40)
+    driver.surface.compute *= 2
+    driver.surface.host *= 2
+    while all(note.kind != "reopen" for note in search.notes):
+        go_on(search, driver, recorder, 1)
+    found = explain_document(store, record(store, run))
+    first, last = found["eras"]
+    assert last["measurements"] == 0  # nothing was measured yet
+    page = Page(tune_page(found))
+    text = " ".join(page.text)
+    assert found["stopped"] is None  # what ended it before it began again is over
+    assert "0 since the search began again" in text
+    assert "measured before the search began again" in text
+    counted = sum(one["role"] != "hold" and one["status"] in ("measured", "aborted") for one in found["history"])
+    assert page.text[page.text.index("Measurements") + 1] == str(counted)
+    plane = traces(page, "plane")
+    earlier = {number for number, _ in plane["measured before the search began again"]["customdata"]}
+    assert earlier == {one["number"] for one in found["trials"] if one["earlier_step_ms"] is not None}
+    assert found["best"]["number"] in earlier  # the kept setting is not drawn as one that was not measured
+    assert not earlier & {number for number, _ in plane.get("not measured", {"customdata": []})["customdata"]}
+    greyed = [attrs for tag, attrs in page.tags if tag == "tr" and attrs.get("class") == "earlier"]
+    assert len(greyed) >= first["settings"] - 1
+    (band,) = [shape for shape in page.json("figures")["history"]["layout"]["shapes"] if shape["type"] == "rect"]
+    assert band["x1"] == found["history"][-1]["number"] + 0.5
+
+
+def test_the_loss_stands_beside_step_times(told: dict[str, Any]) -> None:
+    points = [
+        {"step": 10 * n, "steps": 10, "step_ms": 100.0 - n, "loss": 3 - 0.1 * n, "coverage": None} for n in (1, 2)
+    ]
+    changes = [{"step": step, "knobs": {"topk_ratio": 0.1 * step}} for step in (1, 12, 15)]
+    found = Page(tune_page({**told, "curve": {"points": points, "changes": changes}})).json("figures")["curve"]
+    assert {trace["name"]: trace["y"] for trace in found["data"]} == {"ms a step": [99, 98], "loss": [2.9, 2.8]}
+    assert {tuple(trace["x"]) for trace in found["data"]} == {(10, 20)}
+    assert sorted({shape["x0"] for shape in found["layout"]["shapes"]}) == [12, 15]  # not where it began
+    assert found["layout"]["xaxis"]["matches"] == "x2"
+
+
+def test_break_even_is_on_the_page(store: Store) -> None:
+    clock = Clock()
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}, clock=clock) as timed:
+        found = explain_document(timed, record(timed, by_hand(timed, clock)), clock)
+    page = Page(tune_page(found))
+    assert "Broke even" in page.text
+    assert "44 s" in page.text
+    assert "What matters cannot be told: 3 settings have a step time, and 16 are needed." in page.text
+
+
+def test_a_search_that_had_not_begun(store: Store) -> None:
+    page = Page(tune_page(explain_document(store, record(store, begin(store)))))
+    assert page.json("figures") == {}
+    assert "The search had not begun." in page.text
+    assert page.text.count("Nothing was measured.") == 2
+
+
+def test_everything_is_escaped(told: dict[str, Any]) -> None:
+    def evil(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: evil(one, key) for key, one in value.items()}
+        if isinstance(value, list):
+            return [evil(one, name) for one in value]
+        kept = ("kind", "status", "state", "role", "select_interval", "run_id")
+        return EVIL if isinstance(value, str) and name not in kept else value
+
+    hostile = evil(told)
+    hostile["trials"][1]["knobs"][EVIL] = EVIL
+    text = tune_page(hostile)
+    page = Page(text)
+    assert EVIL not in text
+    assert page.json("profile") == hostile
+    assert {tag for tag, _ in page.tags}.isdisjoint({"img", "b", "iframe", "object", "embed"})
+    assert sum(tag == "script" for tag, _ in page.tags) == 4
+    drawn = str(
+        [(trace.get("customdata"), trace["y"]) for one in page.json("figures").values() for trace in one["data"]]
+    )
+    assert "<img" not in drawn
+    assert "&lt;img" in drawn
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", ["1400,2400", "420,3600"])
+def test_a_browser_draws_it_without_errors(told: dict[str, Any], size: str, tmp_path: Path) -> None:
+    (tmp_path / "tune.html").write_text(tune_page(told), encoding="utf-8")
+    drawn, console = browse(tmp_path / "tune.html", tmp_path, size)
+    assert console == []
+    found = re.findall(r'<div class="plot[^"]*" id="(\w+)"[^>]*data-drawn="yes"', drawn)
+    assert found == ["history", "plane", "knobs", "importance"]

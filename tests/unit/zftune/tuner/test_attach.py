@@ -1,0 +1,597 @@
+"""One line in a plain loop: `zftune.attach(optimizer)`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zftune
+from tests.support import fork_server
+from tests.support.tiers import fast
+from zenflow import ZenFlowAdamW, ZenFlowConfig
+from zenflow.errors import HostEngineError
+from zftune.attaching import default_quality
+from zftune.errors import BadInputError
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.store.types import RunState, TrialState
+from zftune.tuner import drivers
+from zftune.tuner.messages import NOT_PREDICTED, other_rate
+from zftune.tuner.sampler_process import SamplerProcess
+from zftune.tuner.setup import Preparation
+from zftune.tuner.space import Setting
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "tune_plain_loop.py"
+BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
+
+
+class Loop:
+    """A loop that knows nothing of tuning but that it logs its loss."""
+
+    def __init__(
+        self, config: ZenFlowConfig = BEGIN, *, logs: bool = True, given: bool = True, lr: float = 1e-5
+    ) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
+        module = self.module if given else None
+        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=lr, config=config, module=module)
+        self.batch = torch.randn(16, 32)
+        self.logs = logs
+
+    def loss(self) -> torch.Tensor:
+        return self.module(self.batch).square().mean()  # type: ignore[no-any-return]
+
+    def step(self, scale: float = 1.0) -> None:
+        loss = self.loss() * scale
+        loss.backward()
+        if self.logs:
+            zftune.log_loss(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, tuner: zftune.Tuner, until: Callable[[], bool] = lambda: False) -> None:
+        ends = time.monotonic() + 240
+        while tuner.searching and not until():
+            self.step()
+            if tuner.live is None or tuner.live.request is None:
+                time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
+            assert time.monotonic() < ends
+
+    @property
+    def knobs(self) -> Setting:
+        return Setting.of(self.optimizer.config)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+Attach = Callable[..., "zftune.Tuner"]
+
+
+@pytest.fixture
+def attach(store: Store) -> Iterator[Attach]:
+    tuners: list[zftune.Tuner] = []
+    optimizers: list[ZenFlowAdamW] = []
+
+    def attach(loop: Loop, **more: Any) -> zftune.Tuner:
+        tuners.append(zftune.attach(loop.optimizer, **{"store": store, "most_measurements": 5, **more}))
+        optimizers.append(loop.optimizer)
+        return tuners[-1]
+
+    yield attach
+    for tuner in tuners:
+        tuner.close()
+    for optimizer in optimizers:  # a logged error holds it longer than the test does
+        optimizer.close()
+
+
+def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop()
+    changes: list[tuple[int, Mapping[str, Any]]] = []
+    probes: list[float] = []
+
+    def eval_fn() -> float:
+        probes.append(float(loop.loss()))
+        return probes[-1]
+
+    tuner = attach(
+        loop, micro_batch=4, sequence=4, eval_fn=eval_fn, on_change=lambda step, knobs: changes.append((step, knobs))
+    )
+    loop.run(tuner)
+    for _ in range(30):
+        loop.step()
+    assert caplog.messages[0].startswith("zftune tunes with quality published")
+    preparing = f"Measuring begins after {tuner.begins} steps and some seconds of preparation"
+    needs = f"{preparing}; a search makes at most 5 measurements: about "
+    assert f". {needs}{tuner.begins + 5 * (4 + 20)} steps where step times are steady, " in caplog.messages[0]
+    assert loop.knobs == tuner.incumbent
+    tuner.close()
+    search = tuner.search
+    assert search is not None
+    adopted = [message for message in caplog.messages if message.startswith("zftune adopts: ")]
+    assert len(adopted) == len(search.book.adoptions)
+    warned = [record for record in caplog.records if "of the gradient energy, where 94% is assumed" in record.message]
+    assert [record.levelno for record in warned] == [logging.WARNING]
+    assert search.book.incumbent.setting == loop.knobs
+    assert search.book.tokens == 16
+    assert search.book.space.dimensions
+    assert 0 < (search.book.space.movement_percent or 0.0) < 0.02  # measured
+    assert {Setting.from_knobs(knobs) for _, knobs in changes} >= {search.book.trials[0].setting}
+    (run,) = store.runs()
+    assert run.settings["unsearched"] == {"ledger": True}
+    assert run.state is RunState.FINISHED
+    assert run.key.micro_batch == 4
+    reasons = [decision.reason for decision in store.decisions(run.run_id)]
+    assert reasons == [note.reason for note in search.notes]
+    curve = store.curve(run.run_id)
+    assert curve.points[0].loss is not None  # from the first step on, before there was a search
+    assert curve.points[-1].loss is not None
+    assert curve.points[len(curve.points) // 2].step_ms is not None  # of the last steps the loss alone is known
+    assert curve.changes
+    assert len(probes) in (2, 4, 6)
+    after = re.compile(r"Staleness probe after step (\d+) ")
+    told = [(found, one) for one in store.decisions(run.run_id) if (found := after.match(one.reason))]
+    assert told
+    assert [int(found[1]) - (one.step or 0) in (0, 1) for found, one in told] == [True] * len(told)
+    assert all(balance.balanced for balance in loop.optimizer.ledger().values())
+    loop.step()  # nobody follows any more
+
+
+def test_where_a_run_can_be_looked_at_is_said_before_anything_is_measured(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop()
+    with open_store(str(tmp_path / "zftune.db"), environment={"HOME": "/nowhere"}) as store:
+        tuner = attach(loop, store=store)
+        loop.run(tuner, until=lambda: tuner.live is not None)
+        called = store.runs()[0].run_id[:8]
+        assert caplog.messages[-1] == (
+            f"zftune tunes this training as run {called}; its decisions: zftune explain {called} "
+            "(live, with ZFTUNE_ONLINE=daemon: zftune top)"
+        )
+        tuner.close()
+
+
+def test_that_nothing_is_kept_is_said_before_anything_is_measured_and_once(
+    attach: Attach, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    (tmp_path / "bad.db").write_bytes(b"no database" * 100)
+    loop = Loop()
+    with open_store(str(tmp_path / "bad.db"), environment={"HOME": "/nowhere"}) as store:
+        tuner = attach(loop, store=store)
+        loop.run(tuner, until=lambda: tuner.live is not None)
+        (said,) = [one for one in caplog.records if "what zftune learns is kept in memory until it ends" in one.message]
+        assert said.levelno == logging.WARNING
+        assert said.message in tuner.notices
+        tuner.close()
+    assert [one for one in caplog.messages if "kept in memory" in one] == [said.message]
+    assert not [one for one in caplog.messages if "zftune explain" in one]
+
+
+def test_without_a_loss_the_trajectory_stays(attach: Attach, store: Store) -> None:
+    loop = Loop(logs=False, given=False)
+    tuner = attach(loop)
+    loop.run(tuner)
+    tuner.close()
+    search = tuner.search
+    assert search is not None
+    assert search.book.space.fixed_because.startswith("no loss is known")
+    assert any(one.startswith("Settings that change the trajectory stay: no loss is known (") for one in tuner.notices)
+    kept = Setting.of(BEGIN)
+    for trial in search.book.trials:
+        assert trial.setting.knobs() | {"host_threads": None} == kept.knobs() | {"host_threads": None}
+    assert NOT_PREDICTED in tuner.notices
+    (run,) = store.runs()
+    assert (run.key.micro_batch, run.key.sequence) == (0, 0)  # nobody told, and nothing is claimed
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loss_that_is_not_finite_ends_it(attach: Attach, *, late: bool) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    if late:
+        loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None)
+    else:
+        loop.step()
+    loop.step(scale=float("nan"))
+    loop.step()
+    assert not tuner.searching
+    loop.step()
+    assert loop.knobs == Setting.of(BEGIN)
+    tuner.close()
+    if late:
+        assert tuner.search is not None
+        assert "guard" in [note.kind for note in tuner.search.notes]
+    else:
+        assert tuner.notices[0].startswith("Nothing was tuned. Stopped at step 1: the loss is nan")
+
+
+def test_a_training_that_ends_before_the_search_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    for _ in range(3):
+        loop.step()
+    tuner.close()
+    said = (
+        "zftune tuned nothing: the training took 3 steps and ended before a first measurement, which begins after 8 "
+        "steps and some seconds of preparation."
+    )
+    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [said]
+    assert tuner.notices == [said]
+
+
+def test_a_search_that_gets_no_core_is_told_once_and_at_the_end(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    readings, asks = itertools.count(100.0, 6.0), threading.Event()
+    monkeypatch.setattr("zftune.tuner.sampler_process._core_wait_s", lambda _: next(readings))
+
+    def ready(thinker: SamplerProcess) -> None:
+        asks.set()
+        thinker.ask(time.sleep, 60)
+
+    monkeypatch.setattr(SamplerProcess, "ready", ready)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=asks.is_set)
+    told = "Choosing settings has waited 6 s for a core so far: the training and other programs take them."
+    loop.run(tuner, until=lambda: told in tuner.notices)
+    for _ in range(3):
+        loop.step()
+    tuner.close()
+    assert caplog.messages.count(told) == 1
+    last = tuner.conclusion
+    assert last is not None
+    assert re.search(r"ended before a first measurement \(choosing settings has waited \d+ s for a core in all: ", last)
+    assert "which begins after" not in last
+
+
+def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None)
+    loop.step()
+    steps = loop.optimizer.steps
+    tuner.close()
+    said = (
+        f"zftune tuned nothing: the training took {steps} steps and ended before a first measurement, which begins "
+        "after 8 steps and some seconds of preparation and takes 24 more steps."
+    )
+    assert said in tuner.notices
+    assert caplog.messages.count(said) == 1
+    assert tuner.search is not None
+    reasons = [note.reason for note in tuner.search.notes]
+    assert "The training ended before the search did." in reasons
+
+
+def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    attach(Loop()).close()
+    assert caplog.messages == []
+
+
+def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zftune")
+    loop = Loop(ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False, host_threads=1))
+    attach(loop)
+    assert caplog.messages[0].startswith("zftune tunes with quality exact")
+
+
+def test_exact_is_exact_from_the_first_step_whatever_the_script_asks_for(attach: Attach) -> None:
+    loop, plain = Loop(lr=1e-3), Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=1e-3)
+    tuner = attach(loop, quality="exact")
+    for _ in range(6):  # before the search
+        loop.step()
+        plain.step()
+        assert tuner.live is None or tuner.live.request is None
+    tuner.close()
+    plain.optimizer.close()
+    for ours, theirs in zip(loop.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_synchronous_optimizer_may_become_as_late_as_it_is_asked_to(attach: Attach) -> None:
+    loop = Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=3e-5)
+    tuner = attach(loop, quality="published", most_measurements=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    tuner.close()
+    assert tuner.search is not None
+    space = tuner.search.book.space
+    assert space.violation(Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)) is None
+    assert space.violation(Setting(topk_ratio=0.1, update_interval=8, apply_lag=8)) is not None
+
+
+def test_a_setting_that_is_too_late_for_how_far_weights_move_is_begun_earlier(attach: Attach) -> None:
+    loop = Loop(lr=3e-3)
+    tuner = attach(loop, most_measurements=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    tuner.close()
+    loop.step()  # with which the knobs change
+    assert tuner.search is not None
+    book = tuner.search.book
+    assert (book.space.movement_percent or 0.0) > 0.5
+    assert book.space.movement_rate == 3e-3
+    assert book.trials[0].setting == book.space.base == loop.knobs
+    assert loop.knobs.synchronous
+    (sentence,) = (one for one in tuner.notices if one.startswith("Begins from"))
+    assert "instead of update_interval 4, apply_lag 4, overlap_step on: weights would move" in sentence
+
+
+def test_a_training_that_goes_on_from_saved_settings_goes_on_with_its_search(attach: Attach, store: Store) -> None:
+    """Those of a checkpoint are the search's, not the user's: the quality and the run stay."""
+    first = Loop(lr=3e-3)
+    tuner = attach(first)
+    first.run(
+        tuner,
+        until=lambda: any(store.measurements(one.trial_id) for run in store.runs() for one in store.trials(run.run_id)),
+    )
+    saved = first.optimizer.state_dict()
+    tuner.close()
+    assert default_quality(first.optimizer.config) == "exact"
+
+    second = Loop(lr=3e-3)
+    second.module.load_state_dict(first.module.state_dict())
+    second.optimizer.load_state_dict(saved)
+    assert second.knobs.synchronous
+    assert Setting.of(second.optimizer.asked_config) == Setting.of(BEGIN)
+    second.optimizer.param_groups[0]["lr"] = 2e-3
+    tuner = attach(second)
+    second.run(tuner)
+    (run,) = store.runs()
+    assert run.key.quality == "published"
+    (goes_on,) = (one for one in tuner.notices if one.startswith(f"Goes on with run {run.run_id[:8]}"))
+    assert goes_on.endswith(other_rate(2e-3, 3e-3))
+    assert not [one for one in tuner.notices if one.startswith("Begins from")]  # what was saved holds
+    tuner.close()
+    second.optimizer.set_knobs(update_interval=3)
+    assert second.optimizer.asked_config.update_interval == 3
+
+
+def test_what_is_refused(attach: Attach) -> None:
+    loop = Loop()
+    plain: Any = torch.optim.AdamW(loop.module.parameters())
+    with pytest.raises(BadInputError, match=r"optimizer is a torch\.optim\.adamw\.AdamW; it must be one of zenflow"):
+        zftune.attach(plain)
+    wrong: Any = "best"
+    with pytest.raises(BadInputError, match="quality is 'best'; it must be exact, published or loose"):
+        zftune.attach(loop.optimizer, quality=wrong)
+    for store in ("/tmp/z.db", Path("z.db"), True):
+        with pytest.raises(
+            BadInputError, match=r"store is .*; it must be an open store, False or None: a path belongs"
+        ):
+            attach(Loop(), store=store)
+    for name in ("on_change", "eval_fn"):
+        with pytest.raises(BadInputError, match=f"{name} is 3; it must be a function"):
+            attach(Loop(), **{name: 3})
+    with pytest.raises(BadInputError, match="tokens is 0; it must be an integer >= 1"):
+        zftune.attach(loop.optimizer, tokens=0)
+    with pytest.raises(BadInputError, match="tokens is -4; it must be an integer >= 1"):
+        zftune.log_tokens(-4)  # also where nobody listens
+    with pytest.raises(BadInputError, match="loss is 'x'; it must be a number, or a tensor of one"):
+        zftune.log_loss("x")  # type: ignore[arg-type]
+    attach(loop)
+    with pytest.raises(BadInputError, match="optimizer is followed by a tuner already"):
+        zftune.attach(loop.optimizer)
+    with pytest.raises(BadInputError, match=r"loss has the shape \(2,\); it must be a scalar"):
+        zftune.log_loss(torch.zeros(2))
+    closed = Loop()
+    closed.optimizer.close()
+    with pytest.raises(BadInputError, match="optimizer was closed"):
+        zftune.attach(closed.optimizer)
+
+
+def test_a_bug_of_ours_ends_the_tuning_not_the_training(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+
+    def fail() -> bool:
+        raise ArithmeticError("a bug")
+
+    monkeypatch.setattr(tuner.live, "on_step", fail)
+    loop.step()
+    assert not tuner.searching
+    assert tuner.notices[-1] == "Tuning ended: ArithmeticError: a bug."
+    assert "Traceback" in caplog.text
+    loop.step()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ArithmeticError("a bug"), "Tuning ended: ArithmeticError: a bug."),
+        # one that the training itself ends with, where it is its own
+        (HostEngineError("a bug"), "Tuning ended: RuntimeError: the search cannot be made: a bug."),
+    ],
+)
+def test_a_search_that_cannot_be_prepared_is_none_and_closing_says_nothing_more(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Preparation, "prepare", fail)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner)
+    assert tuner.notices[-1] == said
+    loop.step()
+    tuner.close()
+    loop.step()
+
+
+def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = threading.Event()
+
+    def think(self: Preparation, *_: object) -> None:
+        asks.set()
+        self._sampler_process.ask(time.sleep, 3600.0)
+
+    monkeypatch.setattr(Preparation, "prepare", think)
+    monkeypatch.setattr(drivers, "_JOIN_S", 60.0)
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, until=asks.is_set)
+    began_s = time.monotonic()
+    tuner.close()
+    assert time.monotonic() - began_s < 30
+
+
+def test_an_optimizer_that_is_closed_while_a_setting_is_tried_blames_no_setting(attach: Attach, store: Store) -> None:
+    """As a script ends that closes what it made: the tuner is closed later, when the process ends."""
+    loop = Loop()
+    tuner = attach(loop)
+
+    def tries() -> bool:
+        return tuner.live is not None and tuner.live.request is not None and loop.knobs != tuner.incumbent
+
+    loop.run(tuner, until=tries)
+    assert tries()
+    loop.optimizer.close()
+    tuner.close()
+    (run,) = store.runs()
+    states = [trial.state for trial in store.trials(run.run_id)]
+    assert states.count(TrialState.VOID) == 1
+    assert not {TrialState.IN_FLIGHT, TrialState.PLANNED, TrialState.CRASHED} & set(states)
+    assert run.state is RunState.LOST  # which its training may go on with
+
+
+def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ArithmeticError("a bug")
+
+    for name in ("RunFacts.of", "MachineInfo.now"):
+        monkeypatch.setattr(f"zftune.tuner.training_info.{name}", fail)
+    loop = Loop()
+    tuner = attach(loop, store=False)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    assert tuner.live is not None
+    assert not [one for one in tuner.notices if one.startswith("Tuning ended")]
+
+
+FORKS = """
+import os, sys, torch, zenflow, zftune, zftune.tuner.tuner
+
+optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-5)
+tuner = zftune.attach(optimizer, store=False)
+child = os.fork()
+if child == 0:
+    tuner.log_loss(1.0)
+    tuner.close()
+    assert not tuner.searching and tuner in zftune.tuner.tuner.open_tuners()  # it was not closed
+    sys.exit(0)  # by way of atexit, as a forked worker may
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._driver._sampler_process.ask(os.getppid) == os.getpid())
+"""
+
+
+def test_a_forks_child_that_ends_leaves_the_tuning_to_its_parent() -> None:
+    done = fork_server.run(["-c", FORKS], check=True)
+    assert done.stdout == "0 True True\n", done.stderr
+
+
+def test_importing_zftune_loads_no_torch() -> None:
+    code = "import sys, zftune; print('torch' in sys.modules, 'attach' in dir(zftune), hasattr(zftune, 'atach'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False True False\n"
+
+
+def example(folder: Path, *arguments: str) -> fork_server.Forked:
+    return fork_server.Forked(
+        [EXAMPLE, *arguments], env={**os.environ, "ZFTUNE_DB": str(folder / "zftune.db")}, cwd=folder
+    )
+
+
+def test_the_example_as_it_is(tmp_path: Path) -> None:
+    with example(tmp_path, "--steps", "200") as child:
+        out, err = child.communicate(timeout=240)
+    assert child.returncode == 0, err
+    assert "zftune tunes with quality published" in err
+    assert "step 190: loss" in out
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        (run,) = store.runs()
+        assert run.state is not RunState.RUNNING  # it has said goodbye, its search over or not
+        assert store.trials(run.run_id)[0].source == "start"
+
+
+def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
+    with example(tmp_path, "--steps", "100000") as child:
+        while "step 40:" not in child.stdout:
+            assert child.poll() is None
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1  # its own
+    with open_store(str(tmp_path / "zftune.db")) as store:
+        assert all(run.state is not RunState.RUNNING for run in store.runs())
+
+
+TRIES = """
+import signal, sys, time, torch, zftune
+from multiprocessing import get_context
+from tests.unit.zftune.tuner.test_attach import Loop
+
+before = signal.getsignal(signal.SIGHUP) if sys.argv[1:] else signal.signal(signal.SIGHUP, signal.SIG_IGN)
+loop = Loop()
+tuner = zftune.attach(loop.optimizer)
+loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None and tuner.live.request.trial)
+worker = get_context("fork").Process(target=time.sleep, args=(60,))
+worker.start()
+worker.terminate()
+worker.join()
+print("tries", worker.exitcode, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
+while True:  # the setting stays in flight: no step ends its measurement
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "given"), fast([(15, False)], all_of=[(15, False), (1, True)]))
+def test_a_signal_that_ends_the_training_while_a_setting_is_tried_blames_none(
+    tmp_path: Path, number: int, *, given: bool
+) -> None:
+    path = tmp_path / "zftune.db"
+    words = ["-c", TRIES, *(["hears"] if given else [])]
+    with fork_server.Forked(words, env={**os.environ, "ZFTUNE_DB": str(path), "ZFTUNE_ONLINE": ""}) as child:
+        # A worker of the program's own ends as it did, and what it ignores it ignores.
+        assert child.line() == f"tries {-signal.SIGTERM} {not given}"
+        child.send_signal(number)
+        assert child.wait(60) == -number, child.stderr
+    with open_store(str(path)) as store:
+        assert store.reap() == []
+        (run,) = store.runs()
+        assert TrialState.VOID in {trial.state for trial in store.trials(run.run_id)}
+        assert store.barred(run.key) == []
+
+
+def test_a_loop_with_a_store_of_its_own_searches_here_under_run_online(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFTUNE_ONLINE", "daemon")
+    loop = Loop()
+    tuner = attach(loop)
+    loop.run(tuner, lambda: tuner.live is not None)
+    tuner.close()
+    assert tuner.search is not None

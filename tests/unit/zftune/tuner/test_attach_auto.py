@@ -1,0 +1,65 @@
+"""`zftune.attach` where the runtime chooses how long windows are, which no search can measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.unit.zftune.tuner.test_attach import Attach, Loop, attach, store
+from zenflow import ZenFlowConfig
+from zenflow.errors import HostMemoryError
+from zftune.tuner.setup import Preparation
+from zftune.tuner.space import Setting
+from zftune.tuner.tuner import closed_tuner
+
+__all__ = ["attach", "store"]
+
+AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
+
+
+def test_zen_auto_stays_until_there_is_a_search(attach: Attach) -> None:
+    loop, changes = Loop(AUTO), list[tuple[int, Mapping[str, Any]]]()
+    tuner = attach(loop, on_change=lambda step, knobs: changes.append((step, knobs)))
+    for _ in range(8):
+        loop.step()
+        assert loop.optimizer.config.update_interval == "auto"
+    assert changes == []
+    assert tuner.incumbent == Setting(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    assert changes[0] == (loop.optimizer.steps, tuner.incumbent.knobs())
+    assert loop.knobs == tuner.incumbent
+    tuner.close()
+    assert tuner.search is not None
+    assert tuner.search.book.trials[0].setting == loop.knobs
+
+
+@pytest.mark.parametrize("failure", ["refused", "no search"])
+def test_zen_auto_stays_where_nothing_can_be_searched(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    loop = Loop(AUTO)
+    tuner = attach(loop)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise HostMemoryError("the host has 3 bytes")
+
+    if failure == "refused":
+        monkeypatch.setattr(loop.optimizer, "set_knobs", refuse)
+    else:
+        monkeypatch.setattr(Preparation, "prepare", refuse)
+    loop.run(tuner)
+    (ended,) = (one for one in tuner.notices if one.startswith("Tuning ended: "))  # others may come later
+    assert "the host has 3 bytes" in ended
+    loop.step()
+    assert loop.optimizer.config == AUTO.resolved()
+
+
+def test_zen_auto_stays_where_nobody_searches() -> None:
+    loop = Loop(AUTO)
+    tuner = closed_tuner(loop.optimizer)
+    loop.step()
+    assert loop.optimizer.config.update_interval == "auto"
+    assert tuner.incumbent.update_interval == 4
+    loop.optimizer.close()

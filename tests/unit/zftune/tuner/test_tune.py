@@ -1,0 +1,364 @@
+"""`zftune tune` on the built-in workload's loop, with a model and a rig that are small enough."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.zftune.fixtures import rig_text
+from zenflow import ZenFlowConfig
+from zftune.builtin import OnStep, TuneOptions, _task_of, _tuner, start_of, tune
+from zftune.cli import main as cli
+from zftune.cli.tune import ProgressLine
+from zftune.explain.screen import render
+from zftune.profile.measure import Training
+from zftune.store import open_store
+from zftune.store.store import Store
+from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
+from zftune.text import time_left
+from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import Planning
+from zftune.tuner.space import Setting
+from zftune.tuner.tuner import Tuner
+
+THINKING_S = 0.25
+EXAMPLES = Path(__file__).parents[4] / "examples"
+
+
+def options(mini_model: Path, mini_rig: Path, **more: Any) -> TuneOptions:
+    search = SearchOptions(sampler="random", most_measurements=24, thinking_s=THINKING_S)
+    given = {"model": str(mini_model), "rig": str(mini_rig), "sequence": 16, "search": search, **more}
+    return TuneOptions(**given)
+
+
+def shown(document: dict[str, Any]) -> str:
+    out = io.StringIO()
+    Console(width=120, file=out).print(render(document))
+    return out.getvalue()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+        yield store
+
+
+def watch(done: int, tuner: Tuner) -> None:
+    """Nobody looks."""
+
+
+def interrupt_after(measurements: int) -> OnStep:
+    def on_step(done: int, tuner: Tuner) -> None:
+        if tuner.search is not None and tuner.search.measurements == measurements:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+@pytest.fixture
+def quick(tmp_path: Path, mini_model: Path) -> dict[str, Any]:
+    """Short steps, whose times do not matter."""
+    rig, text = tmp_path / "quick.toml", tmp_path / "text.txt"
+    rig.write_text(rig_text("quick", forward_ms=3, backward_ms=3, d2h_ms=1, host_ms=4, h2d_ms=1, scale=1))
+    text.write_text("to be, or not to be, that is the question: " * 200)
+    search = SearchOptions(sampler="random", thinking_s=THINKING_S)
+    return {"model": str(mini_model), "rig": str(rig), "text": str(text), "sequence": 8, "search": search}
+
+
+def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) -> None:
+    seen: list[int] = []
+    document = tune(options(mini_model, mini_rig, steps=50), lambda done, tuner: seen.append(done), store)
+    (run,) = store.runs()
+    assert run.state is RunState.LOST  # its search is not over
+    assert store.trials(run.run_id)[0].source == "start"
+    reasons = [decision.reason for decision in store.decisions(run.run_id)]
+    assert reasons == [note["reason"] for note in document["decisions"]]
+    assert seen == list(range(1, 51))
+    assert document["schema"] == "zftune.tune/1"
+    assert document["run"]["run_id"] == run.run_id
+    assert document["steps"] == 50
+    assert document["stopped"] == "All 50 steps are done."
+    assert not document["interrupted"]
+    assert document["trials"][0]["step_ms"] > 80 - 1e-6  # the rig's compute
+    assert document["decisions"][0]["kind"] == "start"
+    assert {"planner"} <= {trial["source"] for trial in document["trials"]}
+    json.dumps(document, allow_nan=False)
+    text = shown(document)
+    assert "rig mini): times do not come from a GPU" in text
+    assert (document["workload"]["model"], document["workload"]["ranks"]) == ("mini", "1 rank")
+    assert document["workload"]["learning_rate"] == document["budget"]["movement_learning_rate"] == 2e-6
+    assert "All 50 steps are done." in text
+
+
+def test_after_drift_the_planner_is_asked_again(
+    quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps take longer from some step on: the search begins again with what the planner chooses then."""
+    asked: list[int] = []
+    planned = Planning.planned
+
+    def counting(self: Planning) -> Sequence[Setting]:
+        asked.append(1)
+        return planned(self)
+
+    monkeypatch.setattr(Planning, "planned", counting)
+
+    def on_step(done: int, tuner: Tuner) -> None:
+        if tuner.search is not None and tuner.search.measurements > 1:
+            tuner._optimizer.device.clock.sleep(0.02)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    document = tune(TuneOptions(**quick, steps=900), on_step, store)
+    assert "reopen" in [note["kind"] for note in document["decisions"]]
+    assert document["interrupted"]  # else nobody has asked again
+
+
+def test_a_search_in_simulated_time_repeats_to_the_last_digit(quick: dict[str, Any]) -> None:
+    quick["search"] = SearchOptions(most_measurements=6, thinking_s=THINKING_S)
+    documents = []
+    for _ in range(2):
+        with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
+            documents.append(tune(TuneOptions(**quick, steps=400), watch, store))
+    first, second = documents
+    assert first["measurements"] >= 3
+    assert any(trial["source"] not in ("start", "planner") for trial in first["trials"])
+    assert figures(first) == figures(second)
+
+
+def figures(document: dict[str, Any]) -> dict[str, Any]:
+    """What was found, without the wall clock."""
+    decisions = [{**note, "at_unix_s": None} for note in document["decisions"]]
+    return {**document, "run": None, "decisions": decisions}
+
+
+def test_thinking_costs_simulated_time(quick: dict[str, Any], store: Store) -> None:
+    """The longer a thought takes, the more steps are taken under the incumbent meanwhile."""
+    steps = []
+    for thinking_s in (0.0, 0.4):
+        quick["search"] = SearchOptions(sampler="random", most_measurements=3, thinking_s=thinking_s)
+        steps.append(tune(TuneOptions(**quick, fresh=True), watch, store)["steps"])
+    assert steps[1] > steps[0] + 40  # three thoughts of 0.4 s and steps of 7 ms or more
+
+
+def test_ctrl_c_leaves_what_was_found(quick: dict[str, Any], store: Store) -> None:
+    document = tune(TuneOptions(**quick), interrupt_after(1), store)
+    assert document["interrupted"]
+    assert document["measurements"] == 1
+    assert document["best"]["knobs"] == document["start"]["knobs"]
+    assert "It ended before its search did: this is what was found until then." in shown(document)
+
+
+def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
+    first = tune(TuneOptions(**quick), interrupt_after(2), store)
+    (run,) = store.runs()
+    assert (first["interrupted"], run.state) == (True, RunState.LOST)
+    told = store.measurements(store.trials(run.run_id)[0].trial_id)
+
+    second = tune(TuneOptions(**quick, steps=160), watch, store)
+    anew = "(--fresh, or fresh=True of zftune.attach, begins anew)"
+    origin = f"Goes on with run {run.run_id[:8]}: 2 measurements are kept {anew}."
+    assert origin in second["notices"]
+    assert origin in shown(second)
+    notes = second["decisions"]
+    (at,) = (at for at, note in enumerate(notes) if note["reason"] == origin)
+    assert notes[at - 1]["kind"] == "resume"  # told when it was said, not at the end
+    assert notes[at - 1]["at_s"] <= notes[at]["at_s"] < notes[-1]["at_s"]
+    assert [one.run_id for one in store.runs()] == [run.run_id]
+    assert [note["kind"] for note in second["decisions"]].count("resume") == 1
+    assert store.measurements(store.trials(run.run_id)[0].trial_id)[: len(told)] == told
+
+    third = tune(TuneOptions(**quick, steps=120, fresh=True), watch, store)
+    assert not any("Goes on" in notice for notice in third["notices"])
+    assert len(store.runs()) == 2
+
+
+def of_ranks(quick: dict[str, Any], tmp_path: Path, ranks: int) -> TuneOptions:
+    """A rig of ranks that take as long for their rows as one takes for all."""
+    rig = tmp_path / f"{ranks}.toml"
+    times = {"d2h_ms": ranks, "host_ms": 120 * ranks, "h2d_ms": ranks}
+    rig.write_text(rig_text("ranks", forward_ms=10, backward_ms=20, **times, scale=1))
+    return TuneOptions(**{**quick, "rig": str(rig)}, ranks=ranks, micro_batch=2 // ranks, quality="loose", fresh=True)
+
+
+def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, store: Store) -> None:
+    quick["search"] = SearchOptions(sampler="random", most_measurements=8, thinking_s=THINKING_S)
+    one, two = (tune(of_ranks(quick, tmp_path, ranks), watch, store) for ranks in (1, 2))
+    assert two["start"]["step_ms"] == pytest.approx(one["start"]["step_ms"], rel=0.001)
+    # Their batches are others, so that the quality may allow them other windows.
+    assert two["best"]["step_ms"] == pytest.approx(one["best"]["step_ms"], rel=0.05)
+    assert two["gain"]["share"] == pytest.approx(one["gain"]["share"], abs=0.05)
+    assert two["best"]["step_ms"] < 0.95 * two["start"]["step_ms"]
+    assert "2 ranks, state sharded" in shown(two)
+
+
+def test_ctrl_c_ends_all_ranks(quick: dict[str, Any], tmp_path: Path, store: Store) -> None:
+    document = tune(of_ranks(quick, tmp_path, 2), interrupt_after(1), store)
+    assert (document["interrupted"], document["measurements"]) == (True, 1)
+    assert multiprocessing.active_children() == []
+
+
+def test_it_begins_from_a_preset(quick: dict[str, Any], store: Store) -> None:
+    evidence = Evidence(
+        step_ms=8.0,
+        baseline="start",
+        baseline_step_ms=10.0,
+        gain_error=0.02,
+        measurements=9,
+        steps=200,
+        measured_unix_s=1.8e9,
+    )
+    better = Setting(topk_ratio=0.1, update_interval=2, apply_lag=2, select_interval=16)
+    tune(TuneOptions(**quick, steps=120), watch, store)
+    (run,) = store.runs()
+    hardware = Hardware(hw_id=run.key.hw_id, rig="quick")
+    preset = Preset(
+        key=run.key, knobs=better.knobs(), evidence=evidence, model=Model(model_id=run.key.model_id),
+        hardware=hardware, usable_cores=run.usable_cores,
+    )  # fmt: skip
+    name = store.save_preset(preset).name
+    document = tune(TuneOptions(**quick, steps=160), watch, store)
+    origin = f"Begins from preset {name}, measured for this model on this hardware, where it saved 20 +/- 2%."
+    assert origin in document["notices"]
+    assert document["start"]["knobs"] == better.knobs()
+    assert document["start"]["step_ms"] is not None
+
+
+def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) -> None:
+    def on_step(done: int, tuner: Tuner) -> None:
+        raise KeyboardInterrupt
+
+    document = tune(options(mini_model, mini_rig), on_step, store)
+    assert document["best"] is None
+    assert document["interrupted"]
+    assert "zftune tuned nothing: the training took 1 step and ended before a first measurement" in shown(document)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--quality best", "--quality is 'best'; it must be exact, published or loose"),
+        ("--steps 0", "--steps is 0; it must be an integer >= 1"),
+        ("--rig moon", "--rig is 'moon'; it must be"),
+        ("--rig none", "--rig 'none': allowed only with a GPU"),
+        ("--ranks 0", "--ranks is 0; it must be an integer >= 1"),
+        ("--ranks 2 --real-time", "--ranks 2: allowed only on a rig in simulated time"),
+        ("--model huge", "--model is 'huge'"),
+        ("--sampler nsga", "--sampler is 'nsga'; it must be gp, tpe or random"),
+        ("--measurements 4", "--measurements is 4; it must be an integer >= 5"),
+        ("--json /nowhere/x.json", "--json '/nowhere/x.json'"),
+        ("--html /nowhere/x.html", "--html '/nowhere/x.html'"),
+        ("--html -", "--html '-'"),
+        ("--json /tmp/both --html /tmp/both", "--html '/tmp/both': is the file of --json too"),
+        ("--config /nowhere.json", "ds_config '/nowhere.json' cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ZFTUNE_DB", "sqlite://")
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["zftune", "tune", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"zftune: {message}")
+
+
+def test_quality_follows_the_config(tmp_path: Path) -> None:
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    plain, zenflow = tmp_path / "plain.json", tmp_path / "zenflow.json"
+    plain.write_text(json.dumps(offload))
+    section = {"zenflow": {"topk_ratio": 0.05, "update_interval": 8}}
+    zenflow.write_text(json.dumps({"zero_optimization": {**offload["zero_optimization"], **section}}))
+    assert start_of(TuneOptions())[1] == "published"
+    assert start_of(TuneOptions(config=str(plain)))[1] == "exact"
+    config, quality = start_of(TuneOptions(config=str(zenflow)))
+    assert (quality, config.update_interval) == ("published", 8)
+    assert start_of(TuneOptions(config=str(plain), quality="loose"))[1] == "loose"
+
+
+def test_the_line_of_progress(quick: dict[str, Any], store: Store) -> None:
+    """Best so far, what is tried, and about how long it takes, once that can be known."""
+    now = [0.0]
+    line = ProgressLine(5000, lambda: now[0])
+    lines: list[str] = []
+    left: list[tuple[int, int]] = []
+
+    def on_step(done: int, tuner: Tuner) -> None:
+        now[0] += 3.0
+        lines.append(line.text(done, tuner))
+        left.append((0, 0) if tuner.search is None else tuner.search.left())
+        if tuner.search is not None and tuner.search.measurements == 3:
+            raise KeyboardInterrupt
+
+    tune(TuneOptions(**quick, steps=5000), on_step, store)
+    assert lines[0] == "step 1: warming up"
+    tried = [one for one in lines if "; trying " in one]
+    assert all(re.search(r"^step \d+, [123] of at most 24 meas.*; best so far [\d.]+ ms", one) for one in tried)
+    assert not any(" left" in one for one in lines if ", 1 of at most" in one)  # nobody knows what one takes
+    places = [next(n for n, one in enumerate(lines) if f", {made} of at" in one) for made in (1, 2, 3)]
+    for made in (1, 2):
+        one_s = 3.0 * (places[made] - places[0]) / made
+        usual, most = left[places[made]]
+        assert 0 < usual < most == 24 - made - 1
+        assert f", {time_left(one_s * usual, one_s * most)}; " in lines[places[made]]
+
+
+LATE = Setting(topk_ratio=0.05, update_interval=6, apply_lag=6)
+"""The rig is faster with it than with the script's own window of 2."""
+
+
+class Trainings:
+    """One after the other, of the same script and store, each from its first step on, at a learning rate of its own."""
+
+    def __init__(self, quick: dict[str, Any], store: Store) -> None:
+        timeline = {"forward_ms": 3, "backward_ms": 3, "d2h_ms": 1, "host_ms": 26, "h2d_ms": 1, "scale": 1}
+        Path(quick["rig"]).write_text(rig_text("quick", **timeline))
+        search = SearchOptions(sampler="random", thinking_s=0.0)
+        self.options, self.store = TuneOptions(**{**quick, "search": search}), store
+        self.config = ZenFlowConfig(topk_ratio=0.05, update_interval=2, full_warm_up_rounds=0)
+        self.task, _ = _task_of(self.options, self.config)
+
+    def train(self, learning_rate: float, until: Callable[[Tuner], bool]) -> tuple[Tuner, list[Setting]]:
+        """Tune one until something holds; the settings that it had, in order."""
+        had: list[Setting] = []
+        with Training(replace(self.task, learning_rate=learning_rate), self.config) as training:
+            tuner = _tuner(training, self.options, "published", self.store)
+            while not until(tuner):
+                assert len(had) < 300
+                tuner.log_loss(training.step())
+                had.append(Setting.of(training.optimizer.config))
+            tuner.close()
+        return tuner, had
+
+
+def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
+    quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planning, "planned", lambda _: [LATE])
+    trainings = Trainings(quick, store)
+    own = Setting.of(trainings.config)
+    first, _ = trainings.train(2e-6, lambda tuner: tuner.gain > 0)
+    assert first.incumbent == LATE
+
+    tuner, had = trainings.train(1e-3, lambda tuner: tuner.live is not None and tuner.live.steady_steps > 4)
+    assert max(one.mean_staleness_steps for one in had) <= own.mean_staleness_steps
+    (goes_on,) = (one for one in tuner.notices if one.startswith("Goes on with run"))
+    assert f"under {LATE.differences(tuner.incumbent)} weights would move" in goes_on
+    (run,) = store.runs()
+    assert [one.kind for one in store.decisions(run.run_id)].count("movement") == 1

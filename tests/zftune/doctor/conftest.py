@@ -1,5 +1,0 @@
-"""The scripted NVML for the doctor's tests."""
-
-from tests.nvml.scripted import machine, nvml_library
-
-__all__ = ["machine", "nvml_library"]
