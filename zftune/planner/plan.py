@@ -58,14 +58,7 @@ class Remedy:
 
 
 def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[str]:
-    """Sentences for a model that does not fit: what is short, by how much, and what would do.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        headroom: share of device and host memory that stays free.
-    """
+    """Sentences for a model that does not fit: what is short, by how much, and what would do."""
     device, host = limits(machine, headroom)
     need = next(_shares(model, machine, job)).memory
     short, answers = [], []
@@ -93,11 +86,7 @@ def _free(whole: int, limit: float) -> str:
 def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[Remedy]:
     """What would let the model fit a machine: single options where one is enough, else each with `--checkpointing`.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks; an option that it has already is not named.
-        headroom: share of device and host memory that stays free.
+    An option that the job has already is not named.
     """
     device, host = limits(machine, headroom)
 
@@ -168,15 +157,7 @@ def _for_device(model: ModelFacts, machine: Machine, job: Job, headroom: float) 
 
 
 def _for_host(model: ModelFacts, machine: Machine, job: Job, least: int | None, headroom: float) -> list[str]:
-    """What to do where the host is too small: in sentences, of which the first has the memory of host and GPUs.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        least: bytes of the host with these GPUs; None: they are too small with any host.
-        headroom: share of device and host memory that stays free.
-    """
+    """What to do where the host is too small: in sentences, of which the first has the memory of host and GPUs."""
     _, host = limits(machine, headroom)
     needs = [one.memory for one in _shares(model, machine, job)]
     gpu = least_gpu(min(need.device_bytes for need in needs if _of_host(need) <= host), headroom)
@@ -231,14 +212,9 @@ _KNOBS = (
 def make_plan(
     model: ModelFacts, machine: Machine, job: Job, *, quality: Quality, headroom: float = HEADROOM
 ) -> dict[str, Any]:
-    """The plan for a model on a machine.
+    """The plan for a model on a machine; `quality` with the assumed coverage, since none is measured.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        quality: "exact", "published" or "loose"; with the assumed coverage, since none is measured.
-        headroom: share of device and host memory that stays free.
+    `headroom` is the share of device and host memory that stays free, here and below.
 
     Returns:
         A document of plain data; "proposal" is null where nothing fits.
@@ -284,11 +260,7 @@ def make_plan(
 def curves(model: ModelFacts, machine: Machine, job: Job, proposal: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Step time over S for several k and ratios, each windows that overlap with lag S; memory is not looked at.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        proposal: of the plan, whose `staging_bytes` all of them have.
+    All of them have the `staging_bytes` of the proposal.
     """
     base = ZenFlowConfig() if proposal is None else ZenFlowConfig(staging_bytes=proposal["knobs"]["staging_bytes"])
     rates = Rates.of(model, machine, job)
@@ -314,12 +286,8 @@ def verdict(
 ) -> list[str]:
     """What to do where something fits, in sentences; the first one is the answer.
 
-    Args:
-        found: what fits, the best first.
-        baselines: what is predicted of them.
-        machine: where.
-        headroom: share of device and host memory that stays free.
-        least_ms: that a step takes where something is offloaded, which no prediction has in it.
+    `found` is what fits, the best first; `least_ms` is what a step takes where something is offloaded, which no
+    prediction has in it.
     """
     without, zero = baselines["no_offload"], baselines["zero_offload"]
     whole = fits(without, machine, headroom)
@@ -390,12 +358,7 @@ def _matrices(model: ModelFacts) -> int:
 
 
 def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
-    """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not.
-
-    Args:
-        model: what is trained.
-        found: what fits, the best first.
-    """
+    """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not."""
     least_ms, (config, best) = calls_ms(model), found[0]
     number, other = min(enumerate((one for _, one in found[: 1 + _ALTERNATIVES]), 1), key=lambda one: one[1].step_ms)
     calls = (
@@ -414,15 +377,7 @@ def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
 def of_ranks(
     model: ModelFacts, machine: Machine, job: Job, found: Sequence[Choice], headroom: float = HEADROOM
 ) -> list[str]:
-    """How several ranks share the model, what they need at other stages, and without sharing, in sentences.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        found: what was chosen, the best first.
-        headroom: share of device and host memory that stays free.
-    """
+    """How several ranks share the model, what they need at other stages, and without sharing, in sentences."""
     if job.ranks == 1:
         return []
     config = found[0][0] if found else SMALLEST

@@ -103,11 +103,8 @@ class _State:
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
     """Run the pipeline until it is steady and measure whole windows of it.
 
-    Args:
-        rates: of one rank.
-        split: of the model under these knobs.
-        config: the knobs; `update_interval` "auto" is taken as its longest window.
-        module: whether the optimizer knows the model, so that forward takes waits over layer by layer.
+    `update_interval` "auto" is taken as its longest window. `module`: the optimizer knows the model, so that forward
+    takes waits over layer by layer.
     """
     return _Pipeline(rates, split, config, module=module).run()
 

@@ -51,9 +51,7 @@ def memory_engine() -> Engine:
 def server_engine(url: str, answer_s: float | None = None) -> Engine:
     """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
 
-    Args:
-        url: of `check_server`.
-        answer_s: that a transaction may take; None: `ANSWER_S`.
+    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`.
 
     Raises:
         SQLAlchemyError: the URL is none.

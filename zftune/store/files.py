@@ -99,11 +99,7 @@ def backups(path: Path) -> list[Path]:
 
 
 def back_up(path: Path, *, spare: Path | None = None) -> Path:
-    """Copy a database as it is after its last transaction, and keep the three newest copies.
-
-    Args:
-        path: the database.
-        spare: a backup that stays, however old.
+    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`.
 
     Raises:
         OSError, sqlite3.Error: it cannot be copied.

@@ -48,8 +48,6 @@ class Database:
     """An engine, and how it is written to.
 
     Args:
-        engine: of `file_engine`, `memory_engine` or `server_engine`.
-        shown: how to call it in sentences.
         serial: whether threads take turns, since they share one connection.
     """
 
@@ -67,12 +65,7 @@ class Database:
 
     @contextlib.contextmanager
     def patient(self, seconds: float, hurry: threading.Event) -> Iterator[None]:
-        """Wait inside for a server that is away, in this thread.
-
-        Args:
-            seconds: at most.
-            hurry: ends it.
-        """
+        """Wait inside for a server that is away, in this thread, at most `seconds`; `hurry` ends it."""
         self._patience.until_s, self._patience.hurry = time.monotonic() + seconds, hurry
         try:
             yield
@@ -222,10 +215,8 @@ def chosen(path: Path, which: str) -> Path:
 def restore(path: Path, backup: Path) -> Path | None:
     """Put a backup in the database's place.
 
-    Args:
-        path: the database; a usable one is backed up first, and programs that have it open go on with what was
-            brought back; one that cannot be used is renamed.
-        backup: of it.
+    A usable database is backed up first, and programs that have it open continue with the backup; an unusable one is
+    renamed.
 
     Returns:
         Where the database is now that was there before; None if there was none.
@@ -277,14 +268,9 @@ def open_database(
     root: Path,
     clock: Callable[[], float] = time.time,
 ) -> tuple[Database, Path | None, list[str]]:
-    """Open the database that is asked for, or the best that can be had in its place.
+    """Open the database at `value`, a path, a URL, or "" for the default, or the best replacement.
 
-    Args:
-        value: a path, a URL, or "" for the default.
-        environment: for the default.
-        home: of the user, if there is one.
-        root: stands for "/" where the mounts are read.
-        clock: wall clock of this machine, seconds.
+    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s.
 
     Returns:
         The database, its file if it is one, and a sentence for each thing to know.

@@ -75,12 +75,7 @@ And in those of a remark: the setting had been measured to its end before, and o
 
 
 def survivors(session: Session, run_id: str) -> list[TrialRow]:
-    """Trials in flight that one death is no crash of: their setting was measured to its end, and did not die before.
-
-    Args:
-        session: of the transaction.
-        run_id: of a run that ended without goodbye.
-    """
+    """Trials in flight that one death is no crash of: their setting was measured to its end, and did not die before."""
     trials = session.scalars(select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).all()
     valid = select(MeasurementRow.trial_id).join(TrialRow).where(TrialRow.run_id == run_id)
     measured = set(session.scalars(valid.where(MeasurementRow.void_reason.is_(None))))
@@ -92,12 +87,9 @@ def survivors(session: Session, run_id: str) -> list[TrialRow]:
 
 
 def spare(session: Session, run_id: str, *, void: str) -> None:
-    """No trial of a training that lives crashed, also where it was taken for dead since the run was gone on with last.
+    """No trial of a training that lives crashed, also where it was taken for dead since the run was resumed last.
 
-    Args:
-        session: of the transaction.
-        run_id: of the run.
-        void: the reason that is written where one was not measured.
+    `void` is the reason that is written where one was not measured.
     """
     of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash")
     presumed = select(DecisionRow.decision_id).where(*of_it, DecisionRow.details[TAKEN_FOR_DEAD].as_boolean()).exists()
@@ -252,10 +244,7 @@ class Runs:
     def unfinished_run(self, key: Key, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
         """The newest run of a search that measured something, if it ended before the search did.
 
-        Args:
-            key: what was trained.
-            knobs: what it began with.
-            settings: of the search; what a run has beside these may be anything.
+        A run may have settings beside `settings`.
 
         Raises:
             StoreError: the store could not be read.
@@ -290,17 +279,8 @@ class Runs:
     ) -> Run:
         """Write down that a run begins.
 
-        Args:
-            key: what it trains, on what.
-            model: of the key.
-            hardware: of the key.
-            knobs: what it begins with.
-            settings: of the search.
-            versions: of the software.
-            usable_cores: by affinity and control group.
-            lease_s: seconds until it counts as lost where no lock tells, unless the lease is renewed.
-            elapsed_s: since it began.
-            run_id: 32 hexadecimal digits; None, or where the store has such a run: random ones.
+        It counts as lost after `lease_s` without a renewal where no lock tells. `run_id` has 32 hexadecimal digits;
+        None, or if the store has it: random ones. `usable_cores` is by affinity and control group.
 
         Raises:
             StoreError: it could not be read or written.
@@ -336,12 +316,7 @@ class Runs:
             raise
 
     def renew_lease(self, run: Run, lease_s: float = LEASE_S, account: Account | None = None) -> None:
-        """Say that a run lives, for so many seconds more.
-
-        Args:
-            run: which.
-            lease_s: for so long.
-            account: of it by now; None: as before.
+        """Extend a run's lease by `lease_s`; `account` None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -357,11 +332,7 @@ class Runs:
         return Pulse(self._living, run.run_id, run.token)
 
     def finish_run(self, run: Run, account: Account | None = None) -> None:
-        """Say goodbye: trials that are open are void.
-
-        Args:
-            run: which.
-            account: of it; None: as before. Likewise below.
+        """Close a run: open trials are void. `account` None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -394,10 +365,9 @@ class Runs:
         self._living.release(run.run_id)
 
     def spare_trials(self, run_id: str) -> None:
-        """What is in flight is no crash where the training lives and only who wrote for it has ended.
+        """Trials in flight are no crash if the training lives and only its writer has ended.
 
-        Args:
-            run_id: a run that nobody writes to any more; its trials may have been taken for dead already.
+        They may have been counted as dead already.
 
         Raises:
             StoreError: it could not be written, or the run is still running.
@@ -452,13 +422,7 @@ class Runs:
     ) -> TrialRecord:
         """Write down a setting.
 
-        Args:
-            run: whose it is.
-            knobs: the setting.
-            source: who proposed it.
-            predicted_step_ms: the planner's.
-            constraint: above 0 it breaks a limit, by so much.
-            rejected: why it is never to be applied; None: it is planned.
+        A `constraint` above 0 is by how much it breaks a limit; `rejected`: why it is never to be applied.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -539,14 +503,8 @@ class Runs:
         state: TrialState | None = None,
         account: Account | None = None,
     ) -> None:
-        """Keep a measurement of a trial.
-
-        Args:
-            run: whose it is.
-            trial_id: the trial; one that was measured may be measured again.
-            measurement: of it.
-            state: the trial's from now on, in the same transaction; None leaves it.
-            account: of the run by now; None: as before.
+        """Keep a measurement of a trial, which may have others; set the trial's state in the same transaction, unless
+        None.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -563,11 +521,6 @@ class Runs:
 
     def add_decision(self, run: Run, decision: Decision, *, account: Account | None = None) -> None:
         """Keep a decision; its time is now, unless it has an earlier one.
-
-        Args:
-            run: whose it is.
-            decision: as it is kept.
-            account: of the run by now; None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.

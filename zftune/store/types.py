@@ -94,10 +94,7 @@ class Key:
 def ranks_in_words(ranks: int, nodes: int = 1, shards: int | None = None) -> str:
     """How many ranks train, and how they share the state of the weights.
 
-    Args:
-        ranks: all of them.
-        nodes: machines that they are on.
-        shards: that share each weight by rows; None: something else says how they are shared.
+    `shards` share each weight by rows; None: the sharing is described elsewhere.
     """
     words = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if nodes > 1:

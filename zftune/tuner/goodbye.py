@@ -13,13 +13,10 @@ PART_S = 10.0
 
 
 class Goodbye:
-    """Has what ends this process from outside end it as before, once something was said.
+    """Calls `say` when a signal from outside ends this process, which then ends as before.
 
-    A handler of the program's own stays, and what is ignored stays so; in another thread than the main one none can be.
-    A fork's child, such as a worker of a DataLoader, ends as it does without us.
-
-    Args:
-        say: what is said.
+    A handler of the program's own stays, and ignored signals stay ignored; outside the main thread no handler can be
+    set. A fork's child, such as a worker of a DataLoader, ends as it does without us.
     """
 
     def __init__(self, say: Callable[[], None]) -> None:

@@ -56,12 +56,8 @@ class Tuner:
     """Follows an optimizer: `attach` makes it. In a fork's child it does nothing: the training is its parent's.
 
     Args:
-        optimizer: that trains.
         driver: makes the search and thinks about it; closed with the tuner.
-        tokens: of a step.
         disturbance: says that a measurement does not count; closed with the tuner.
-        eval_fn: the staleness probe; None: there is none.
-        on_change: told of changes.
         consensus: how several ranks change knobs, and on this one tells of it; None: there is one rank.
     """
 
@@ -173,10 +169,7 @@ class Tuner:
         return self._optimizer is optimizer
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Give a step's loss to the guard; it never waits.
-
-        Args:
-            loss: a scalar on any device, or a number.
+        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits.
 
         Raises:
             BadInputError: it is more than one number.
@@ -190,10 +183,7 @@ class Tuner:
             self._losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Say that steps have another number of tokens from now on; scores are in time per token.
-
-        Args:
-            tokens: of a step.
+        """Set the tokens of a step from now on; scores are in time per token.
 
         Raises:
             BadInputError: it is no number of tokens.
@@ -216,10 +206,8 @@ class Tuner:
     def close(self, reason: str | None = None) -> None:
         """End the tuning; the incumbent's knobs stay, and what was found is written down.
 
-        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps.
-
-        Args:
-            reason: why it ends before the search is over, a sentence; None: the training has ended.
+        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps. `reason`: why
+        it ends before the search is over, a sentence; None: the training has ended.
         """
         if self._closed or self._is_elsewhere:
             return
@@ -548,11 +536,7 @@ def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
 
 
 def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
-    """A tuner of an optimizer, closed: it knows the knobs, and nothing else.
-
-    Args:
-        optimizer: that trains.
-    """
+    """A closed tuner of an optimizer: it has the knobs, and nothing else."""
     tuner = Tuner(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance())
     tuner.close()
     return tuner

@@ -43,10 +43,7 @@ _LIMITS = {
 
 
 def environment_of(starter: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a private daemon: paths in it are absolute.
-
-    Args:
-        starter: the environment of the run that starts it, in this process's folder.
+    """The environment of a private daemon, with absolute paths, from that of the run that starts it.
 
     Raises:
         BadInputError: $ZFTUNE_SOCKET cannot be a socket.
@@ -135,10 +132,7 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
 
 
 def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
-    """Have a daemon again where one has died; one that was ended took its socket with it, and stays ended.
-
-    Args:
-        environment: as of `ensure_daemon`.
+    """Start a daemon again where one has died; one that was ended took its socket with it, and stays ended.
 
     Returns:
         Whether one was started.
@@ -155,11 +149,7 @@ def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def log_of(location: Location) -> Path:
-    """Where a daemon that was started here writes.
-
-    Args:
-        location: of its socket.
-    """
+    """The log of a daemon that was started here."""
     return location.socket.with_name(f"{location.socket.name}.log")
 
 
