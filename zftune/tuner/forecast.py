@@ -14,7 +14,7 @@ import numpy as np
 from zenflow import CoverageCurve, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zftune.emulation import Rig
-from zftune.planner.choosing import HEADROOM, choose, limits
+from zftune.planner.choosing import choose, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
@@ -172,7 +172,6 @@ class PlannerForecast:
     """Predictions for one model, machine and job.
 
     Args:
-        headroom: share of device and host memory that stays free.
         counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
     """
 
@@ -181,14 +180,13 @@ class PlannerForecast:
     job: Job
     rates: Rates
     base: ZenFlowConfig
-    headroom: float = HEADROOM
     counted: bool = False
 
     def __call__(self, setting: Setting) -> Forecast:
         """The prediction for a setting."""
         config = setting.config(self.base)
         found = predict(self.model, self.machine, self.job, config, rates=self.rates)
-        device, host = limits(self.machine, self.headroom)
+        device, host = limits(self.machine)
         needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
         excess, place = max(zip(needs, ("GPU", "host"), strict=True))
         ranks = self.job.ranks
@@ -208,7 +206,6 @@ class PlannerForecast:
             self.job,
             budget=space.budget,
             coverage=space.coverage,
-            memory_headroom=self.headroom,
             rates=self.rates,
         )
         kept = ("select_interval", "deferred_update", "host_threads")

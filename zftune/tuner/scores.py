@@ -139,12 +139,12 @@ def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
     )
 
 
-def differs(before: Sequence[Sample], sample: Sample, *, seed: int, least: float = OTHER_TIMES) -> bool:
-    """Whether a measurement of the incumbent differs from those before it by more than `least`, a share of the time."""
+def differs(before: Sequence[Sample], sample: Sample, *, seed: int) -> bool:
+    """Whether a measurement of the incumbent differs from those before it by more than `OTHER_TIMES`, a share."""
     if not before:
         return False
     found = gain(before, [sample], seed=seed)
-    return abs(found.share) > max(least, 2 * found.error)
+    return abs(found.share) > max(OTHER_TIMES, 2 * found.error)
 
 
 def _factor(now: float | None, before: float | None) -> float:
@@ -304,15 +304,15 @@ def error_of_mean(values: Sequence[float], interval: int) -> float | None:
     return math.sqrt(variance / len(values)) * _of_correlation([(left / np.where(widths > 0, widths, 1.0)).ravel()])
 
 
-def steps_for(noise: float | None, interval: int, *, error: float = 0.01, most: int = MOST_STEPS) -> int:
-    """Steps of a comparison's measurement, so that the gain's standard error is about `error`; only whole windows
-    exceed `most`.
+def steps_for(noise: float | None, interval: int) -> int:
+    """Steps of a comparison's measurement, so that the gain's standard error is about 1%; filling a window up may
+    exceed `MOST_STEPS`.
 
     `noise` is the relative standard deviation of single steps; None: not known.
     """
     of_median = 1.2533  # standard error of a median over that of a mean, for a normal distribution
-    wanted = math.inf if noise is None else 1.5 * (of_median * noise / error) ** 2  # two measurements against one
-    return steps_of(interval, round(min(most, max(LEAST_STEPS, wanted))))
+    wanted = math.inf if noise is None else 1.5 * (of_median * noise / 0.01) ** 2  # two measurements against one
+    return steps_of(interval, round(min(MOST_STEPS, max(LEAST_STEPS, wanted))))
 
 
 def too_slow(steps_ms: Sequence[float], interval: int, incumbent_step_ms: float) -> float | None:

@@ -98,13 +98,12 @@ _LAUNCH = (
 )
 
 
-def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: float = START_S) -> bool:
+def ensure_daemon(environment: Mapping[str, str] | None = None) -> bool:
     """Have a daemon that answers, and knows that a run is about to come.
 
     Args:
         environment: says where the socket is, and which store is meant; None: this process's. One that is started here
             has its user and its software, and stands in the root folder (see `zftune.daemon.client.autostart`).
-        within_s: for a start.
 
     Returns:
         Whether one was started.
@@ -120,7 +119,7 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
         if _answers(client) and _keeps_store(client, environment) and _waits_for_run(client):
             return False
         make_folder(location)
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + START_S
         for _ in range(_STARTS):
             ended = _started(location, environment)
             try:
