@@ -481,19 +481,6 @@ class Runs:
 
         self._database.write(work)
 
-    def end_trial(self, run: Run, trial_id: int, state: TrialState, reason: str | None = None) -> None:
-        """Say how a trial ended.
-
-        Raises:
-            StoreError: it could not be written, the trial has ended before, or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            row = _open_trial(session, run, trial_id)
-            row.state, row.reason, row.ended_unix_s = state, _cut(reason), self._clock()
-
-        self._database.write(work)
-
     def add_measurement(
         self,
         run: Run,
@@ -640,14 +627,6 @@ def _trial(session: Session, run: Run, trial_id: int) -> TrialRow:
     row = session.get(TrialRow, trial_id)
     if row is None or row.run_id != run.run_id:
         raise StoreError(f"trial {trial_id} is not of run '{run.run_id}'")
-    return row
-
-
-def _open_trial(session: Session, run: Run, trial_id: int) -> TrialRow:
-    _own(session, run)
-    row = _trial(session, run, trial_id)
-    if row.state not in _OPEN:
-        raise StoreError(f"trial {trial_id} is {row.state.value}; it must be planned or in flight")
     return row
 
 

@@ -322,7 +322,6 @@ class Measurement:
     """Median time per token, microseconds: the score."""
     mad_us: float | None = None
     """Median absolute deviation of the time per token."""
-    stall_fraction: float | None = None
     began_unix_s: float
     void_reason: str | None = None
     """Why it does not count."""

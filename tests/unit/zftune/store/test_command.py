@@ -173,7 +173,7 @@ def searched(store: Store) -> None:
         elif state is TrialState.IN_FLIGHT:
             store.mark_in_flight(run, trial.trial_id)
         elif state is not TrialState.PLANNED:
-            store.end_trial(run, trial.trial_id, state, "a reason")
+            store.add_measurement(run, trial.trial_id, measurement(900.0, void_reason="a reason"), state=state)
     elsewhere = replace(KEY, hw_id="1" * 16)
     store.begin_run(elsewhere, MODEL, replace(HARDWARE, hw_id="1" * 16), knobs=KNOBS)
 
