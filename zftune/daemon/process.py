@@ -39,7 +39,7 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 
 
 def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
-    """Send the log of this process to a stream, as JSON to systemd's journal: $JOURNAL_STREAM names it."""
+    """Send the log to a stream: text for a terminal, else JSON, with priorities if $JOURNAL_STREAM names the stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         HumanFormatter() if stream.isatty() else JsonFormatter(journal=_is_journal(stream, environment))

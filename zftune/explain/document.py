@@ -327,7 +327,7 @@ def _by_end(store: Store) -> list[RunRecord]:
 
 
 def _last(store: Store, runs: Sequence[RunRecord]) -> tuple[RunRecord, str | None]:
-    """The first of which there is something to be told; where there is none, the first."""
+    """The first of `runs` (the last trained first) with a measurement; if there is none, the first."""
     told = next((run for run in runs if _has_measured(store, run)), runs[0])
     before = runs.index(told)
     if before == 0:

@@ -157,7 +157,7 @@ def _for_device(model: ModelFacts, machine: Machine, job: Job) -> str:
 
 
 def _for_host(model: ModelFacts, machine: Machine, job: Job, least: int | None) -> list[str]:
-    """What to do where the host is too small: in sentences, of which the first has the memory of host and GPUs."""
+    """Sentences for a host that is too small; `least`: its bytes with these GPUs, None if they are too small too."""
     _, host = limits(machine)
     needs = [one.memory for one in _shares(model, machine, job)]
     gpu = least_gpu(min(need.device_bytes for need in needs if _of_host(need) <= host))

@@ -103,8 +103,8 @@ class _State:
 def simulate(rates: Rates, split: Split, config: ZenFlowConfig) -> Steady:
     """Run the pipeline until it is steady and measure whole windows of it.
 
-    `update_interval` "auto" is taken as its longest window. The optimizer is taken to know the model, so that forward
-    takes waits over layer by layer.
+    `update_interval` "auto" is taken as its longest window. The optimizer is assumed to know the model, so that
+    forward waits layer by layer.
     """
     return _Pipeline(rates, split, config).run()
 

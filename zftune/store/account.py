@@ -79,9 +79,7 @@ class Count:
         return self.tokens if self.tokens > self.steps else None
 
     def has_learned_at(self, rate: float) -> bool:
-        """Whether a learning rate, at its highest, is among its own: a schedule that the optimizer does not keep may be
-        there again.
-        """
+        """Whether a learning rate, at its highest, is among its own: an unsaved schedule may have reached it again."""
         return self.lowest_rate * (1 - _SAME_RATE) <= rate <= self.highest_rate * (1 + _SAME_RATE)
 
     def trained(self, seconds: float, gain: float) -> Count:

@@ -75,7 +75,7 @@ And in those of a remark: the setting had been measured to its end before, and o
 
 
 def survivors(session: Session, run_id: str) -> list[TrialRow]:
-    """Trials in flight that one death is no crash of: their setting was measured to its end, and did not die before."""
+    """Trials in flight that do not count as crashed: their setting was measured to its end before and never crashed."""
     trials = session.scalars(select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).all()
     valid = select(MeasurementRow.trial_id).join(TrialRow).where(TrialRow.run_id == run_id)
     measured = set(session.scalars(valid.where(MeasurementRow.void_reason.is_(None))))
@@ -87,9 +87,9 @@ def survivors(session: Session, run_id: str) -> list[TrialRow]:
 
 
 def spare(session: Session, run_id: str, *, void: str) -> None:
-    """No trial of a training that lives crashed, also where it was taken for dead since the run was resumed last.
+    """Mark no trial of a living training as crashed, even if it was counted as dead since the last resumption.
 
-    `void` is the reason that is written where one was not measured.
+    `void` is the reason of trials that were not measured.
     """
     of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash")
     presumed = select(DecisionRow.decision_id).where(*of_it, DecisionRow.details[TAKEN_FOR_DEAD].as_boolean()).exists()
@@ -277,7 +277,7 @@ class Runs:
         elapsed_s: float = 0.0,
         run_id: str | None = None,
     ) -> Run:
-        """Write down that a run begins.
+        """Add a run.
 
         It counts as lost after `lease_s` without a renewal where no lock tells. `run_id` has 32 hexadecimal digits;
         None, or if the store has it: random ones. `usable_cores` is by affinity and control group.
@@ -420,7 +420,7 @@ class Runs:
         constraint: float | None = None,
         rejected: str | None = None,
     ) -> TrialRecord:
-        """Write down a setting.
+        """Add a trial of a setting.
 
         A `constraint` above 0 is by how much it breaks a limit; `rejected`: why it is never to be applied.
 

@@ -29,7 +29,7 @@ _TOO_NOISY = "took times that are too noisy to tell"
 
 
 def commanded(kind: str, details: Mapping[str, Any]) -> str:
-    """A command of a person."""
+    """A command given by a person."""
     by = details["by"]
     if kind == "rollback":
         return f"Rolled back {by}: {details['barred']} is not tried again, the setting before it stays."

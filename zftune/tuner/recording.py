@@ -268,7 +268,7 @@ class Recording:
         run_id: str | None = None,
         unsearched: Mapping[str, Any] | None = None,
     ) -> StoreRecorder | None:
-        """Write down that the search begins; None where the store takes nothing.
+        """Add the run of a new search; None if the store takes nothing.
 
         `knobs` default to what the search begins from, `settings` (what a run must share to continue this one) to
         `search_settings`. `stake` is the preset that is measured again: its name and setting. `run_id`: see

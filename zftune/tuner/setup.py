@@ -195,8 +195,7 @@ def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NoForecast:
-    """Replaces the planner if nothing can be predicted: every setting takes `step_ms`, as the first did, until
-    measured.
+    """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured.
 
     Args:
         has_memory: whether there is device memory that others may need more of.

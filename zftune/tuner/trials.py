@@ -140,8 +140,7 @@ class TrialTable:
         return None if missing_s(trial) > 0 else self.append(trial)
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
-        """What to run where the incumbent, with `peak_bytes` of device memory, leaves too little free; None: it may go
-        on.
+        """The setting to run if the incumbent, with a peak of `peak_bytes`, leaves too little free; None: keep it.
 
         The incumbent with the least offload ratio that is enough; where none is, the fastest by prediction of all that
         are allowed with everything offloaded, such as with fewer columns selected.
