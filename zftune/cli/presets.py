@@ -304,7 +304,7 @@ def apply(
 @presets.command()
 def rm(name: _Name, yes: _Yes = False) -> None:
     """Forget a preset. A backup is made first."""
-    from zftune.store.files import back_up
+    from zftune.store.opening import back_up
 
     with _store(writing=True) as store:
         preset = _named(store, name)
@@ -349,19 +349,18 @@ def restore(
     check_output_path(json_path)
     if json_path is not None and not list_only:
         raise BadInputError("--json needs --list: nothing else is written as JSON")
-    from zftune.store import files
-    from zftune.store import opening as restoring
+    from zftune.store import opening
 
-    path = restoring.database_file(os.environ.get("ZFTUNE_DB", ""), Path.home(), dict(os.environ))
+    path = opening.database_file(os.environ.get("ZFTUNE_DB", ""), Path.home(), dict(os.environ))
     if list_only:
-        names = [backup.name for backup in files.backups(path)]
+        names = [backup.name for backup in opening.backups(path)]
         for number, name in enumerate(names, 1):
             typer.echo(f"{number}  {name}", err=json_path == STANDARD_OUTPUT)
         write_json({"schema": "zftune.backups/1", "backups": names}, json_path)
         return
-    backup = restoring.chosen(path, which)
+    backup = opening.chosen(path, which)
     _confirm(f"Bring {backup.name} back?", yes=yes)
-    before = restoring.restore(path, backup)
+    before = opening.restore(path, backup)
     typer.echo(f"{backup.name} is back" + ("." if before is None else f"; what was there is {before.name} now."))
 
 

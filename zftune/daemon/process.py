@@ -39,12 +39,7 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 
 
 def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
-    """Send the log of this process to a stream, in the form that suits it.
-
-    Args:
-        stream: standard error.
-        environment: $JOURNAL_STREAM tells whether it ends in systemd's journal.
-    """
+    """Send the log to a stream: text for a terminal, else JSON, with priorities if $JOURNAL_STREAM names the stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         HumanFormatter() if stream.isatty() else JsonFormatter(journal=_is_journal(stream, environment))
@@ -70,11 +65,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line.
-
-    Args:
-        journal: whether each line begins with its priority, as systemd's journal reads it.
-    """
+    """One object a line; with `journal` each line begins with its priority, as systemd's journal reads it."""
 
     def __init__(self, *, journal: bool = False) -> None:
         super().__init__()
@@ -157,10 +148,8 @@ _log = logging.getLogger(__name__)
 
 
 class Notifier:
-    """Sends states to the service manager.
-
-    Args:
-        environment: $NOTIFY_SOCKET, a path or (with @) an abstract name; $WATCHDOG_USEC and $WATCHDOG_PID.
+    """Sends states to the service manager: $NOTIFY_SOCKET (a path, or an abstract name with @), $WATCHDOG_USEC,
+    $WATCHDOG_PID.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -235,11 +224,9 @@ class Options:
 
 
 def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[Service]]]) -> None:
-    """Be the daemon until a signal, a request or idleness ends it. Belongs into the main thread.
+    """Be the daemon until a signal, a request or idleness ends it. Call it in the main thread.
 
-    Args:
-        options: of it.
-        host: makes the services once the socket is claimed, and ends what they need.
+    `host` makes the services once the socket is claimed, and ends what they need.
 
     Raises:
         BadInputError: the socket's place cannot be used, the port is taken.
@@ -257,11 +244,7 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
 
 
 def _settle(*, private: bool) -> None:
-    """Stand on its own feet: its working directory is the root, whatever is removed meanwhile.
-
-    Args:
-        private: whether a run has started it, whose limits are none of its own.
-    """
+    """Stand on its own feet: its working directory is the root, whatever is removed meanwhile."""
     os.environ |= stores.settled(settled(os.environ))
     os.chdir("/")
     if private:

@@ -173,7 +173,6 @@ class EmulatedAccelerator(OnHost):
     Attach the model before training so that its layers take their times; every mark is a time in seconds of the clock.
 
     Args:
-        rig: how fast it is.
         memory: what it can hold; None: no limit.
         clock: by which it takes its times; None: simulated time of its own, in which the calling thread takes part.
     """
@@ -200,8 +199,7 @@ class EmulatedAccelerator(OnHost):
     def attach(self, module: nn.Module) -> None:
         """Pad this module's forward and backward passes to the rig's times, spread over its layers.
 
-        Args:
-            module: whole, or after `fully_shard` (FSDP2), whose collectives then take the time of the rig's network.
+        Of a module after `fully_shard` (FSDP2) the collectives take the time of the rig's network.
 
         Raises:
             UnsupportedError: FSDP2 keeps weights on the host, or is of a torch that does not show its collectives.
@@ -213,12 +211,9 @@ class EmulatedAccelerator(OnHost):
             self._network = _Network(self, module, units)
 
     def set_rig(self, rig: Rig) -> None:
-        """Go on as another rig, from the next step on; call it between `step()` and the next forward pass.
+        """Use another rig from the next step on; call it between `step()` and the next forward pass.
 
         Copies that are on their way keep their times, and so does host work that is being paced.
-
-        Args:
-            rig: how fast it is from now on, such as with a slower link.
         """
         self.rig = rig
         self._d2h.set_rate(rig.link_d2h_gbps, rig.link_noise)

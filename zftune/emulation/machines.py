@@ -58,10 +58,7 @@ def _folder() -> Traversable:
 def rig_document(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[str, Any]:
     """The emulated accelerator, what the real work took, and in real time how far it stayed ahead of its pads.
 
-    Args:
-        rig: its rates.
-        slacks: of all runs on it; at least one segment in all.
-        attempts: times that a run was measured until it was accepted.
+    `slacks` are those of all runs, `attempts` the times that a run was measured until it was accepted.
     """
     margins_ms = [1e3 * margin for slack in slacks for margin in slack.margins_s]
     in_real_time = (

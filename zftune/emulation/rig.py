@@ -112,10 +112,8 @@ class RigSpec:
         return cls(document["name"], str(document.get("source", "")), tables[0], table, effects)
 
     def for_elements(self, elements: int) -> Rig:
-        """The rig for a workload.
-
-        Args:
-            elements: number of elements that the timeline's times stand for: those that can be offloaded.
+        """The rig for a workload; `elements` are those that the timeline's times stand for: those that can be
+        offloaded.
         """
         values = self.values
         if self.table == "rates":

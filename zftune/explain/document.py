@@ -55,12 +55,7 @@ _UNKNOWN = (
 
 
 def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-    """Everything about a run.
-
-    Args:
-        store: open.
-        run: of the store.
-        clock: wall clock, seconds.
+    """Everything about a run; `clock` is the wall clock, s.
 
     Raises:
         StoreError: the store could not be read.
@@ -115,14 +110,10 @@ def _quality(curve: Curve, knobs: Mapping[str, Any], trials: Sequence[TrialRecor
 def tune_document(
     store: Store, run_id: str | None, about: Mapping[str, Any], notices: Sequence[str], conclusion: str
 ) -> dict[str, Any]:
-    """What `zftune tune --json` writes: what `zftune explain --json` does, and what only the command knows.
+    """The document of `zftune tune --json`: that of `zftune explain --json`, and what only the command knows.
 
-    Args:
-        store: open.
-        run_id: of the run; None: nothing was written down.
-        about: what only the command knows; has "device", "rig", "workload", "quality", "interrupted".
-        notices: sentences: what is not as it should be.
-        conclusion: what came of it where nothing was written down.
+    `about` has "device", "rig", "workload", "quality", "interrupted"; `conclusion` is the result where nothing was
+    written down (`run_id` None).
 
     Raises:
         StoreError: the store could not be read.
@@ -295,11 +286,7 @@ _MOST = 3
 
 
 def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
-    """The run of an id or its beginning, or the one that trained last and measured something.
-
-    Args:
-        store: open.
-        name: an id, a prefix of one run's alone, or "last".
+    """The run of an id or its beginning, or with "last" the one that trained last and measured something.
 
     Returns:
         The run, and a sentence where others trained after it, although the last was asked for.
@@ -340,12 +327,7 @@ def _by_end(store: Store) -> list[RunRecord]:
 
 
 def _last(store: Store, runs: Sequence[RunRecord]) -> tuple[RunRecord, str | None]:
-    """The first of which there is something to be told; where there is none, the first.
-
-    Args:
-        store: open.
-        runs: those that trained last come first.
-    """
+    """The first of `runs` (the last trained first) with a measurement; if there is none, the first."""
     told = next((run for run in runs if _has_measured(store, run)), runs[0])
     before = runs.index(told)
     if before == 0:

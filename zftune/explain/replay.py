@@ -91,11 +91,7 @@ class Decided:
 
 
 class Replay:
-    """What the rows have told so far.
-
-    Args:
-        trials: in order.
-    """
+    """The state of a run after the rows so far."""
 
     def __init__(self, trials: Sequence[TrialRecord]) -> None:
         self.measured: list[Measured] = []
@@ -318,13 +314,7 @@ def replay(
     measurements: Mapping[int, Sequence[Measurement]],
     decisions: Sequence[Decision],
 ) -> Replay:
-    """Go through the rows of a run.
-
-    Args:
-        trials: in order.
-        measurements: by the trials' ids.
-        decisions: in order.
-    """
+    """Go through the rows of a run, in order; measurements are by trial id."""
     told = Replay(trials)
     rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
     rows.sort(key=lambda pair: pair[1].aggregates["sequence"])

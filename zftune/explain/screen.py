@@ -33,12 +33,7 @@ _ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold"}
 
 
 def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableType:
-    """The document of a run as a screen; of `zftune explain` and of `zftune tune` alike.
-
-    Args:
-        document: of the run.
-        verbose: every decision, also of earlier parts of a long search, in which nothing changed.
-    """
+    """The document of a run as a screen; `verbose` has every decision, also of earlier parts that changed nothing."""
     parts: list[RenderableType] = [*_head(document), Text("")]
     if document["decisions"] or document["history"]:
         parts += [_decisions(document, verbose=verbose), Text("")]

@@ -281,11 +281,7 @@ class Entry(NamedTuple):
 
 
 def entries(document: Document) -> Iterator[Entry]:
-    """Decisions in their order, each with its measurements.
-
-    Args:
-        document: with its history.
-    """
+    """Decisions in their order, each with its measurements."""
     history = {one["number"]: one for one in document["history"]}
     used: set[int] = set()
     for note in document["decisions"]:

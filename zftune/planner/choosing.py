@@ -42,20 +42,14 @@ def published_budget(coverage: Callable[[float], float]) -> float:
 
 
 def budget_of(quality: Quality) -> float:
-    """Of "exact", "published" or "loose", with the assumed coverage.
-
-    Args:
-        quality: one of them.
-    """
+    """The budget of "exact", "published" or "loose", with the assumed coverage."""
     return STALENESS[quality] * published_budget(assumed_coverage)
 
 
 def bound_of(quality: Quality, movement_percent: float | None) -> tuple[float, Callable[[float], float]]:
     """`budget` and `coverage` of `choose`.
 
-    Args:
-        quality: what is promised.
-        movement_percent: how far a step moves the deferred weights; None: not known, lateness itself is bounded.
+    `movement_percent`: how far a step moves the deferred weights; None: not known, lateness itself is bounded.
     """
     if movement_percent is None:
         return budget_of(quality), assumed_coverage
@@ -243,11 +237,7 @@ def grid() -> Iterator[ZenFlowConfig]:
 
 
 def late_grid(base: ZenFlowConfig) -> Iterator[ZenFlowConfig]:
-    """Those among them that differ from a setting only in what is late, and in what never is.
-
-    Args:
-        base: the setting.
-    """
+    """Those that differ from a setting only in what is late, and in what never is."""
     for topk_ratio in TOPK_RATIOS:
         yield replace(base, topk_ratio=topk_ratio, update_interval=1, overlap_step=False, apply_lag=None)
         for interval in INTERVALS:

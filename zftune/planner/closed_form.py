@@ -20,14 +20,9 @@ _PACKED_BUCKETS = 2
 def predict(
     model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, *, rates: Rates | None = None
 ) -> Prediction:
-    """Predict one setting.
+    """Predict one setting; `update_interval` "auto" is taken as its longest window.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch, and how many of the machine's GPUs.
-        config: the knobs; `update_interval` "auto" is taken as its longest window.
-        rates: other ones than those that follow from machine and job.
+    `rates` replace those that follow from machine and job.
 
     Raises:
         BadInputError: the machine has fewer GPUs than the job.
@@ -76,10 +71,7 @@ class Floor:
 def least_window(rates: Rates, deferred: float, compute_ms: float) -> int | None:
     """S_min: the least S with T_host(S) <= S c; None: no window is long enough.
 
-    Args:
-        rates: of a rank.
-        deferred: elements of a rank.
-        compute_ms: c, with the runtime's own kernels.
+    `deferred` counts elements of a rank; `compute_ms` is c, with the runtime's own kernels.
     """
     if deferred == 0:
         return 1
@@ -97,13 +89,7 @@ def least_window(rates: Rates, deferred: float, compute_ms: float) -> int | None
 
 
 def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
-    """Evaluate it for a setting.
-
-    Args:
-        rates: of a rank.
-        split: of the model under these knobs.
-        config: the knobs.
-    """
+    """Evaluate it for a setting of a rank."""
     window = config.longest_window
     own = split.deferred / rates.ranks
     compute = rates.compute_ms + device_work_ms(rates, split, window, stream=rates.streams(config))

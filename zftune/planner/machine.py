@@ -104,11 +104,7 @@ def _link_gbps() -> tuple[float, float]:
 
 
 def device_gbps(nbytes: int = _LINK_BYTES) -> float:
-    """Of the current GPU's memory, by copies within it.
-
-    Args:
-        nbytes: of each; twice as much is taken.
-    """
+    """Bandwidth of the current GPU's memory, by copies of `nbytes` within it; twice as much is taken."""
     import torch
 
     source = torch.empty(nbytes, dtype=torch.uint8, device=torch.device(torch.cuda.current_device()))
@@ -197,11 +193,7 @@ def _proper(name: str, names: list[str]) -> str | None:
 
 
 def parse_machine(text: str, origin: str) -> Machine:
-    """A machine from its file's text.
-
-    Args:
-        text: TOML.
-        origin: what to call it in errors.
+    """A machine from TOML; `origin` names it in errors.
 
     Raises:
         BadInputError: a figure or its source is missing, unknown, or not allowed.

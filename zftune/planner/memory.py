@@ -74,12 +74,7 @@ _SCORES = 12  # importance, kept and new, and its sums, fp32 a column
 def memory(model: ModelFacts, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float) -> Memory:
     """Predict a setting's memory.
 
-    Args:
-        model: its weights.
-        job: batch and ranks.
-        config: the knobs.
-        packed: most bytes of gradients that wait on the device for the link.
-        arrived: most bytes of updated weights that wait on the device or are on their way.
+    `packed` and `arrived` are the most bytes of gradients and of updated weights that wait on the device.
     """
     plan = model_plan(model, config)
     of_all = host_bytes(model, config, ranks=job.shards)
@@ -99,10 +94,7 @@ def memory(model: ModelFacts, job: Job, config: ZenFlowConfig, *, packed: float,
 def host_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> dict[str, int]:
     """Host memory of all ranks together by use, exactly as their runtimes plan it.
 
-    Args:
-        model: its weights.
-        config: the knobs; the log is that of the longest window.
-        ranks: each of which has the state of its rows of every weight.
+    The log is that of the longest window; each rank has the state of its rows of every weight.
     """
     found = [0, 0, 0]
     for part, count in Counter(_alike(model, ranks)).items():
@@ -168,10 +160,7 @@ def device_bytes(
 def state_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> int:
     """What the runtime keeps on a device for good, without what an allocator adds.
 
-    Args:
-        model: its weights.
-        config: the knobs.
-        ranks: each of which has the state of its rows of every weight.
+    Each rank has the state of its rows of every weight.
     """
     return sum(map(sum, _state_tensors(model, model_plan(model, config), ranks)))
 

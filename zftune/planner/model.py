@@ -21,11 +21,9 @@ from zftune.text import either
 
 
 def facts_of_directory(directory: Path, dtype: str) -> ModelFacts:
-    """Build the model without any memory and read its shapes.
+    """Build the model of a directory's config.json without any memory and read its shapes.
 
-    Args:
-        directory: as `save_pretrained` writes it; only config.json is read.
-        dtype: of its parameters when it trains.
+    `dtype` is that of its parameters when it trains.
 
     Raises:
         BadInputError: there is no configuration of a causal language model that can be built.
@@ -36,12 +34,9 @@ def facts_of_directory(directory: Path, dtype: str) -> ModelFacts:
 
 
 def facts_of_module(name: str, module: nn.Module, dtype: str) -> ModelFacts:
-    """Read a module's shapes; only those of parameters that require a gradient are trained.
+    """Read a module's shapes, on any device; only those of parameters that require a gradient are trained.
 
-    Args:
-        name: what to call it.
-        module: on any device, the meta device too.
-        dtype: of its parameters when it trains.
+    `dtype` is that of its parameters when it trains.
 
     Raises:
         BadInputError: nothing of it is trained.

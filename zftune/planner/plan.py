@@ -57,16 +57,9 @@ class Remedy:
     """That the host then needs."""
 
 
-def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[str]:
-    """Sentences for a model that does not fit: what is short, by how much, and what would do.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        headroom: share of device and host memory that stays free.
-    """
-    device, host = limits(machine, headroom)
+def of_nothing(model: ModelFacts, machine: Machine, job: Job) -> list[str]:
+    """Sentences for a model that does not fit: what is short, by how much, and what would do."""
+    device, host = limits(machine)
     need = next(_shares(model, machine, job)).memory
     short, answers = [], []
     most = "all state on the host"
@@ -77,11 +70,11 @@ def of_nothing(model: ModelFacts, machine: Machine, job: Job, headroom: float = 
         first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
         over, free = size(need.device_bytes - device), _free(machine.device_memory_bytes, device)
         short.append(f"{over} more of a GPU's memory than the {size(device)} that it may use{free}{first}")
-        answers.append(_for_device(model, machine, job, headroom))
+        answers.append(_for_device(model, machine, job))
     if on_host > host:
         over, free = size(on_host - host), _free(machine.host_memory_bytes, host)
         short.append(f"{over} more of the host's memory than the {size(host)} that it may use{free}")
-        answers += _for_host(model, machine, job, on_host if fitting else None, headroom)
+        answers += _for_host(model, machine, job, on_host if fitting else None)
     what = " and ".join(short) or "more memory than there is, with any window"
     return [f"Nothing fits: even with {most} a step needs {what}.", *answers]
 
@@ -90,16 +83,12 @@ def _free(whole: int, limit: float) -> str:
     return f" (of {size(whole)}, {size(whole - limit)} stay free)"
 
 
-def remedies(model: ModelFacts, machine: Machine, job: Job, headroom: float = HEADROOM) -> list[Remedy]:
+def remedies(model: ModelFacts, machine: Machine, job: Job) -> list[Remedy]:
     """What would let the model fit a machine: single options where one is enough, else each with `--checkpointing`.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks; an option that it has already is not named.
-        headroom: share of device and host memory that stays free.
+    An option that the job has already is not named.
     """
-    device, host = limits(machine, headroom)
+    device, host = limits(machine)
 
     def enough(ladder: Sequence[Step]) -> Iterator[Remedy]:
         for option, changed in ladder:
@@ -148,44 +137,36 @@ def _halves(value: int, least: int) -> list[int]:
     return [value >> power for power in range(1, value.bit_length()) if value >> power >= least]
 
 
-def _for_device(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
+def _for_device(model: ModelFacts, machine: Machine, job: Job) -> str:
     """What to do where a GPU is too small for any share of the state on the host, and with which host."""
-    if found := remedies(model, machine, job, headroom):
+    if found := remedies(model, machine, job):
         return f"What would do: {_listed(found)}."
     roomy = replace(machine, host_memory_bytes=_ANY_HOST)
-    if found := remedies(model, roomy, job, headroom):
-        host = max(one.host_bytes for one in found) / (1 - headroom)
+    if found := remedies(model, roomy, job):
+        host = max(one.host_bytes for one in found) / (1 - HEADROOM)
         return f"What would do with {size_up(host)} of host memory in all: {_listed(found)}."
     most = replace(job, gpus=max(job.gpus, machine.gpus), micro_batch=1, checkpointing=True, stage=3)
     need = next(_shares(model, machine, most)).memory
     options = f"{f'--gpus {most.gpus} ' if most.gpus > 1 else ''}--micro-batch 1 --checkpointing"
     options += " --stage 3" if job.keeps_whole else ""
-    takes = f"GPUs of {size_up(least_gpu(need.device_bytes, headroom))}"
-    if _of_host(need) > limits(machine, headroom)[1]:
-        takes += f" with {size_up(_of_host(need) / (1 - headroom))} of host memory in all"
-    on_host = _weights_on_host(model, machine, job, headroom)
+    takes = f"GPUs of {size_up(least_gpu(need.device_bytes))}"
+    if _of_host(need) > limits(machine)[1]:
+        takes += f" with {size_up(_of_host(need) / (1 - HEADROOM))} of host memory in all"
+    on_host = _weights_on_host(model, machine, job)
     return f"Even {options} takes {takes}, and shorter sequences do not help enough. {on_host}"
 
 
-def _for_host(model: ModelFacts, machine: Machine, job: Job, least: int | None, headroom: float) -> list[str]:
-    """What to do where the host is too small: in sentences, of which the first has the memory of host and GPUs.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        least: bytes of the host with these GPUs; None: they are too small with any host.
-        headroom: share of device and host memory that stays free.
-    """
-    _, host = limits(machine, headroom)
+def _for_host(model: ModelFacts, machine: Machine, job: Job, least: int | None) -> list[str]:
+    """Sentences for a host that is too small; `least`: its bytes with these GPUs, None if they are too small too."""
+    _, host = limits(machine)
     needs = [one.memory for one in _shares(model, machine, job)]
-    gpu = least_gpu(min(need.device_bytes for need in needs if _of_host(need) <= host), headroom)
+    gpu = least_gpu(min(need.device_bytes for need in needs if _of_host(need) <= host))
     with_host = f"ith this host each GPU needs {size_up(gpu)}"
     if least is None:
         return [f"W{with_host} of memory in all."]
-    found = remedies(model, machine, job, headroom)
+    found = remedies(model, machine, job)
     return [
-        f"With these GPUs the host needs {size_up(least / (1 - headroom))} of memory in all; w{with_host}.",
+        f"With these GPUs the host needs {size_up(least / (1 - HEADROOM))} of memory in all; w{with_host}.",
         *([f"What would do as well: {_listed(found)}."] if found else []),
     ]
 
@@ -194,11 +175,11 @@ def _listed(found: Sequence[Remedy]) -> str:
     return " or ".join(f"{one.option} ({size(one.device_bytes)} of each GPU)" for one in found)
 
 
-def _weights_on_host(model: ModelFacts, machine: Machine, job: Job, headroom: float) -> str:
+def _weights_on_host(model: ModelFacts, machine: Machine, job: Job) -> str:
     """What else there is where no option makes weights and activations fit a GPU: in sentences, with what it takes."""
     need = next(_shares(model, machine, job)).memory
     weights = model.element_bytes * model.parameters * job.replicas // job.nodes
-    needed = (_of_host(need) + weights) / (1 - headroom)
+    needed = (_of_host(need) + weights) / (1 - HEADROOM)
     takes = f"Weights on the host too take less of a GPU, and about {size(needed)} of host memory in all"
     if needed > machine.host_memory_bytes:
         return f"{takes}, of which there are {size(machine.host_memory_bytes)}."
@@ -228,17 +209,8 @@ _KNOBS = (
 )
 
 
-def make_plan(
-    model: ModelFacts, machine: Machine, job: Job, *, quality: Quality, headroom: float = HEADROOM
-) -> dict[str, Any]:
-    """The plan for a model on a machine.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        quality: "exact", "published" or "loose"; with the assumed coverage, since none is measured.
-        headroom: share of device and host memory that stays free.
+def make_plan(model: ModelFacts, machine: Machine, job: Job, *, quality: Quality) -> dict[str, Any]:
+    """The plan for a model on a machine; `quality` with the assumed coverage, since none is measured.
 
     Returns:
         A document of plain data; "proposal" is null where nothing fits.
@@ -247,10 +219,10 @@ def make_plan(
         BadInputError: the machine has fewer GPUs than the job.
     """
     budget = budget_of(quality)
-    found = choose(model, machine, job, budget=budget, memory_headroom=headroom, calls_ms=calls_ms(model))
+    found = choose(model, machine, job, budget=budget, calls_ms=calls_ms(model))
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
     smallest = predict(model, machine, job, SMALLEST)
-    device, host = limits(machine, headroom)
+    device, host = limits(machine)
     stage = {"stage": job.stage} if job.ranks > 1 else {}  # one rank has the same at any
     return {
         "schema": SCHEMA,
@@ -259,21 +231,16 @@ def make_plan(
         "machine": _machine(machine),
         "job": dataclasses.asdict(job),
         "quality": {"name": quality, "budget": budget, "coverage": "assumed: 88.9% of the energy in the top 1%"},
-        "limits": {"device_bytes": round(device), "host_bytes": round(host), "headroom": headroom},
-        "proposal": _setting(*found[0], machine, headroom, stage) if found else None,
-        "alternatives": [_setting(*choice, machine, headroom, stage) for choice in found[1 : 1 + _ALTERNATIVES]],
+        "limits": {"device_bytes": round(device), "host_bytes": round(host), "headroom": HEADROOM},
+        "proposal": _setting(*found[0], machine, stage) if found else None,
+        "alternatives": [_setting(*choice, machine, stage) for choice in found[1 : 1 + _ALTERNATIVES]],
         "baselines": {
-            name: _setting(BASELINES[name], prediction, machine, headroom, stage)
-            for name, prediction in baselines.items()
+            name: _setting(BASELINES[name], prediction, machine, stage) for name, prediction in baselines.items()
         },
-        "least": _setting(SMALLEST, smallest, machine, headroom, stage),
+        "least": _setting(SMALLEST, smallest, machine, stage),
         "verdict": [
-            *(
-                verdict(found, baselines, machine, headroom, calls_ms(model))
-                if found
-                else of_nothing(model, machine, job, headroom)
-            ),
-            *of_ranks(model, machine, job, found, headroom),
+            *(verdict(found, baselines, machine, calls_ms(model)) if found else of_nothing(model, machine, job)),
+            *of_ranks(model, machine, job, found),
             *(of_calls(model, found) if found else []),
             *([_next_command(found[0][0], quality)] if found else []),
         ],
@@ -284,11 +251,7 @@ def make_plan(
 def curves(model: ModelFacts, machine: Machine, job: Job, proposal: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """Step time over S for several k and ratios, each windows that overlap with lag S; memory is not looked at.
 
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        proposal: of the plan, whose `staging_bytes` all of them have.
+    All of them have the `staging_bytes` of the proposal.
     """
     base = ZenFlowConfig() if proposal is None else ZenFlowConfig(staging_bytes=proposal["knobs"]["staging_bytes"])
     rates = Rates.of(model, machine, job)
@@ -309,20 +272,15 @@ def verdict(
     found: Sequence[Choice],
     baselines: dict[str, Prediction],
     machine: Machine,
-    headroom: float = HEADROOM,
     least_ms: float = 0.0,
 ) -> list[str]:
     """What to do where something fits, in sentences; the first one is the answer.
 
-    Args:
-        found: what fits, the best first.
-        baselines: what is predicted of them.
-        machine: where.
-        headroom: share of device and host memory that stays free.
-        least_ms: that a step takes where something is offloaded, which no prediction has in it.
+    `found` is what fits, the best first; `least_ms` is what a step takes where something is offloaded, which no
+    prediction has in it.
     """
     without, zero = baselines["no_offload"], baselines["zero_offload"]
-    whole = fits(without, machine, headroom)
+    whole = fits(without, machine)
     config, best = found[0]
     if config.offload_ratio == 0:
         fastest = min(max(one.step_ms, least_ms if config.offload_ratio else 0.0) for config, one in found)
@@ -331,7 +289,7 @@ def verdict(
     sentences = [f"{_named(config)}: {ms(best.step_ms)} a step{_bound(best)}{_stall(best)}."]
     gain = zero.step_ms / best.step_ms
     late = f"{best.staleness_steps:.1f} steps late on average" if best.staleness_steps else "on time"
-    too_large = "" if fits(zero, machine, headroom) else ", which does not fit"
+    too_large = "" if fits(zero, machine) else ", which does not fit"
     sentences.append(f"That is {gain:.1f} times as fast as ZeRO-Offload{too_large}; updates come {late}.")
     sentences += _faster(found)
     if whole:
@@ -340,7 +298,7 @@ def verdict(
             f"Without offloading it would fit too, at {ms(without.step_ms)} a step ({slower:+.0%}) "
             "and without staleness: offload only if you want the GPU's memory for something else."
         )
-    elif without.memory.device_bytes > (limit := limits(machine, headroom)[0]):
+    elif without.memory.device_bytes > (limit := limits(machine)[0]):
         need, has = size(without.memory.device_bytes), size(machine.device_memory_bytes)
         free = f", {size(machine.device_memory_bytes - limit)} of it to stay free"
         tight = without.memory.device_bytes <= machine.device_memory_bytes
@@ -390,12 +348,7 @@ def _matrices(model: ModelFacts) -> int:
 
 
 def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
-    """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not.
-
-    Args:
-        model: what is trained.
-        found: what fits, the best first.
-    """
+    """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not."""
     least_ms, (config, best) = calls_ms(model), found[0]
     number, other = min(enumerate((one for _, one in found[: 1 + _ALTERNATIVES]), 1), key=lambda one: one[1].step_ms)
     calls = (
@@ -411,27 +364,17 @@ def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
     return [f"A prediction has no calls of Python in it: {calls}. {expect}; {hidden}"]
 
 
-def of_ranks(
-    model: ModelFacts, machine: Machine, job: Job, found: Sequence[Choice], headroom: float = HEADROOM
-) -> list[str]:
-    """How several ranks share the model, what they need at other stages, and without sharing, in sentences.
-
-    Args:
-        model: what is trained.
-        machine: where.
-        job: batch and ranks.
-        found: what was chosen, the best first.
-        headroom: share of device and host memory that stays free.
-    """
+def of_ranks(model: ModelFacts, machine: Machine, job: Job, found: Sequence[Choice]) -> list[str]:
+    """How several ranks share the model, what they need at other stages, and without sharing, in sentences."""
     if job.ranks == 1:
         return []
     config = found[0][0] if found else SMALLEST
     named = "the first of these settings" if found else "the setting that needs least memory"
-    shared = [_shared(job), *_other_stage(model, machine, job, config, headroom, named)]
+    shared = [_shared(job), *_other_stage(model, machine, job, config, named)]
     if config.offload_ratio == 0:
         return shared
     need = job.gpus * sum(host_bytes(model, config).values())
-    fit = "fits" if need <= limits(machine, headroom)[1] else "does not fit"
+    fit = "fits" if need <= limits(machine)[1] else "does not fit"
     replicated = (
         "Ranks that share nothing out, as under DistributedDataParallel, hold all of the state each: "
         f"{size(need)} of host memory of a machine, which {fit}. Each of them keeps every gradient until "
@@ -455,15 +398,13 @@ def _shared(job: Job) -> str:
     )
 
 
-def _other_stage(
-    model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, headroom: float, named: str
-) -> list[str]:
+def _other_stage(model: ModelFacts, machine: Machine, job: Job, config: ZenFlowConfig, named: str) -> list[str]:
     """What a setting does where ranks share the model the other way, in a sentence."""
     if job.replicas > 1:
         return []
     stages, stage = ("stage 3", 3) if job.keeps_whole else ("stages 1 and 2", 2)
     found = predict(model, machine, replace(job, stage=stage), config)
-    device, _ = limits(machine, headroom)
+    device, _ = limits(machine)
     fit = "fits" if found.memory.device_bytes <= device else "does not fit"
     whole = "" if stage == 3 else " for all weights and, until step(), all gradients"
     sentence = (
@@ -528,7 +469,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
 
 
 def _setting(
-    config: ZenFlowConfig, prediction: Prediction, machine: Machine, headroom: float, stage: Mapping[str, int]
+    config: ZenFlowConfig, prediction: Prediction, machine: Machine, stage: Mapping[str, int]
 ) -> dict[str, Any]:
     memory = dataclasses.asdict(prediction.memory)
     return {
@@ -544,5 +485,5 @@ def _setting(
         "s_min": prediction.s_min,
         "bound_by": prediction.bound_by,
         "memory": memory,
-        "fits": fits(prediction, machine, headroom),
+        "fits": fits(prediction, machine),
     }

@@ -123,12 +123,9 @@ class Rates:
         return self.element_bytes * elements / self.h2d_gbps / 1e6
 
     def host_ms(self, elements: float, entries: int, updates: int | None = None) -> float:
-        """T_host: of the update of elements with so many logged gradients each.
+        """T_host: of the update of a rank's elements with so many logged gradients each.
 
-        Args:
-            elements: of a rank.
-            entries: logged gradients of each.
-            updates: of each element; None: as many (replay).
+        `updates` of each element; None: as many as entries (replay).
         """
         logged = self.element_bytes * entries
         nbytes = _STATE + logged + self.element_bytes

@@ -94,10 +94,7 @@ class StagingBytes:
     def when(self, now: float, nbytes: float, *, alone: bool = False) -> float:
         """When so many bytes are free, at `now` or later; what is back by then is counted.
 
-        Args:
-            now: the compute stream's time.
-            nbytes: to be taken.
-            alone: whether a single piece of more than the capacity gets an empty room.
+        `alone`: a single piece of more than the capacity gets an empty room.
         """
         while self._returns and self._returns[0][0] <= now:
             self.taken -= self._returns.popleft()[1]
@@ -136,12 +133,7 @@ class Log:
         self._pieces: dict[int, list[Piece]] = {}
 
     def take(self, now: float, nbytes: int) -> tuple[float, int]:
-        """Take an entry; when, at `now` or later, and its number.
-
-        Args:
-            now: the training thread's time.
-            nbytes: of the entry, padded.
-        """
+        """Take an entry of `nbytes`, padded; when, at `now` of the training thread or later, and its number."""
         entry = len(self._sizes)
         self._sizes.append(nbytes)
         while self._returns and self._returns[0][0] <= now:

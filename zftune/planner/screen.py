@@ -51,12 +51,7 @@ _LEGEND = (
 
 
 def render(document: Document, width: int = WIDTH) -> RenderableType:
-    """The whole screen of a plan.
-
-    Args:
-        document: of the plan.
-        width: columns that there are.
-    """
+    """The whole screen of a plan, `width` columns wide."""
     width = min(width, WIDTH)
     rows = list(_rows(document))
     parts: list[RenderableType] = [_verdict(document, width), _heading("a step by setting, on one scale")]

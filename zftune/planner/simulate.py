@@ -100,16 +100,13 @@ class _State:
 
 
 @lru_cache(maxsize=512)  # a plan asks again for other amounts of memory, which change nothing here
-def simulate(rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool = True) -> Steady:
+def simulate(rates: Rates, split: Split, config: ZenFlowConfig) -> Steady:
     """Run the pipeline until it is steady and measure whole windows of it.
 
-    Args:
-        rates: of one rank.
-        split: of the model under these knobs.
-        config: the knobs; `update_interval` "auto" is taken as its longest window.
-        module: whether the optimizer knows the model, so that forward takes waits over layer by layer.
+    `update_interval` "auto" is taken as its longest window. The optimizer is assumed to know the model, so that
+    forward waits layer by layer.
     """
-    return _Pipeline(rates, split, config, module=module).run()
+    return _Pipeline(rates, split, config).run()
 
 
 def _send_of(rates: Rates, piece: Piece) -> tuple[float, float, float, int]:
@@ -128,7 +125,7 @@ def _entry_bytes(whole: int, rates: Rates) -> int:
 
 
 class _Pipeline:
-    def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig, *, module: bool) -> None:
+    def __init__(self, rates: Rates, split: Split, config: ZenFlowConfig) -> None:
         self.rates, self.split, self.config = rates, split, config
         self.window = config.longest_window
         self.streams = rates.streams(config)
@@ -165,7 +162,7 @@ class _Pipeline:
         self.copied = [0.0] * len(split.pieces)
         """When each piece's last result had left the host."""
         by_unit = self.network is None or not config.overlap_step
-        self.in_forward = module and config.pipeline == "bucket" and by_unit and not rates.keeps_whole
+        self.in_forward = config.pipeline == "bucket" and by_unit and not rates.keeps_whole
         numbers = list(range(len(split.pieces)))
         if self.network is not None and self.in_forward:
             numbers.sort(key=lambda number: self._unit(split.pieces[number]) < split.layers)  # the rest is first

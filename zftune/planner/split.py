@@ -152,13 +152,7 @@ def totals_of(model: ModelFacts, config: ZenFlowConfig) -> Split:
 
 
 def split_of(model: ModelFacts, config: ZenFlowConfig, *, pieces: int = _PIECES) -> Split:
-    """The split for the simulator.
-
-    Args:
-        model: whose weights they are.
-        config: the knobs.
-        pieces: about how many pieces there may be; more are more exact and slower.
-    """
+    """The split for the simulator, of about `pieces` pieces; more are more exact and slower."""
     found = _buckets(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes)
     window, count = config.longest_window, len(found.buckets)
     shown = []

@@ -79,30 +79,15 @@ class Count:
         return self.tokens if self.tokens > self.steps else None
 
     def has_learned_at(self, rate: float) -> bool:
-        """Whether a learning rate lies among its own: a schedule that the optimizer does not keep may be there again.
-
-        Args:
-            rate: at its highest, as far as the optimizer keeps that.
-        """
+        """Whether a learning rate, at its highest, is among its own: an unsaved schedule may have reached it again."""
         return self.lowest_rate * (1 - _SAME_RATE) <= rate <= self.highest_rate * (1 + _SAME_RATE)
 
     def trained(self, seconds: float, gain: float) -> Count:
-        """With time under the incumbent.
-
-        Args:
-            seconds: of its steps.
-            gain: of it, as a share of the starting point's time.
-        """
+        """With time under the incumbent, whose gain is a share of the starting point's time."""
         return replace(self, saved_s=self.saved_s + seconds * gain / (1 - gain))
 
     def tried(self, seconds: float, incumbent_s: float, gain: float) -> Count:
-        """With time under a setting that is not the incumbent.
-
-        Args:
-            seconds: of its steps.
-            incumbent_s: that the incumbent would have taken.
-            gain: of the incumbent.
-        """
+        """With time under another setting, for which the incumbent would have taken `incumbent_s`."""
         spent_s = max(0.0, seconds - incumbent_s)
         return replace(self.trained(seconds - spent_s, gain), spent_s=self.spent_s + spent_s)
 
@@ -139,12 +124,7 @@ class Account:
         return self.before + self.now
 
     def taken(self, process: str, count: Count) -> Account:
-        """With what a process has counted; an older one of it, or none at all, changes nothing.
-
-        Args:
-            process: which.
-            count: its totals.
-        """
+        """With a process's totals; an older count of it, or none at all, changes nothing."""
         if count == Count() or process in self.earlier:
             return self
         if process == self.process and count.seconds < self.now.seconds:
@@ -167,8 +147,7 @@ class Account:
     def remaining_s(self, gain: float) -> float | None:
         """Training under the incumbent until it breaks even; None: it has, or never will.
 
-        Args:
-            gain: of the incumbent, as a share of the starting point's time.
+        `gain` is a share of the starting point's time.
         """
         missing_s = self.total.spent_s - self.total.saved_s
         return missing_s * (1 - gain) / gain if gain > 0 and missing_s > 0 else None
@@ -193,9 +172,7 @@ _MOST = 0.99
 def saved_in_words(found: Mapping[str, Any], gain: Mapping[str, float] | None) -> list[str]:
     """What a run's settings saved, and whether that has made up for exploring, as parts of a sentence.
 
-    Args:
-        found: a document of the account: "spent_s", "saved_s", "break_even_s".
-        gain: of the incumbent, as `saved_with_error` takes it.
+    `found` has "spent_s", "saved_s" and "break_even_s"; `gain` is that of `saved_with_error`.
     """
     spent_s, saved_s, even_s = found["spent_s"], found["saved_s"], found["break_even_s"]
     parts = []
@@ -251,10 +228,7 @@ class Counter:
 
     A try is counted as a whole once it is over, since its first steps alone, which move state, would show a cost that
     its later ones win back. Where the incumbent is slower than the starting point (less stale, or smaller), savings
-    shrink.
-
-    Args:
-        now_s: on the clock of the training.
+    shrink. All `now_s` are on the clock of the training.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -266,13 +240,8 @@ class Counter:
         self._tried_s = self._incumbent_s = self._gain = 0.0
 
     def step(self, now_s: float, steps: int, tokens: int, rate: float = 0.0) -> None:
-        """A step is over.
-
-        Args:
-            now_s: on the clock of the training.
-            steps: 1, or 0 for one that a gradient scaler left out.
-            tokens: of a step.
-            rate: its learning rate, at its highest as far as the optimizer keeps that; 0: not known, or none.
+        """A step is over; `steps` is 0 for one that a gradient scaler left out, `rate` its highest learning rate, 0 if
+        unknown.
         """
         count = self.count
         self.count = replace(
@@ -285,23 +254,14 @@ class Counter:
         )
 
     def trained(self, step_s: float, gain: float) -> None:
-        """A step was the incumbent's.
-
-        Args:
-            step_s: that it took.
-            gain: of the incumbent.
-        """
+        """A step was the incumbent's."""
         self._end_part()
         self.count = self.count.trained(step_s, gain)
 
     def tried(self, part: str, step_s: float, incumbent_step_s: float | None, gain: float) -> None:
-        """A step was another setting's.
+        """A step was another setting's; each `part` (a change of knobs, the measurement) is counted by itself.
 
-        Args:
-            part: what of the try it belongs to: a change of knobs, or the measurement; each is counted by itself.
-            step_s: that it took.
-            incumbent_step_s: what the incumbent takes for one; None: that is not known, nothing is spent.
-            gain: of the incumbent.
+        `incumbent_step_s` None: not known, nothing is spent.
         """
         if part != self._part:
             self._end_part()
@@ -335,8 +295,6 @@ class Pulse:
     Args:
         living: the locks of an open store, which end with it at the latest; or of its file, where another process has
             the store open.
-        run_id: of the run.
-        process: that trains.
     """
 
     def __init__(self, living: RunLocks, run_id: str, process: str) -> None:
@@ -356,11 +314,7 @@ class Pulse:
         return self._living.write(self._name, json.dumps(asdict(beat)).ljust(_BYTES), durable=trial is not None)
 
     def close(self, *, remove: bool) -> None:
-        """Give the lock back.
-
-        Args:
-            remove: what was counted is in the run's row.
-        """
+        """Release the lock; `remove`: the count is in the run's row."""
         if self._holds and remove:
             self._living.release(self._name)
         elif self._holds:
@@ -369,12 +323,7 @@ class Pulse:
 
 
 class Heart:
-    """Beats for a training that searches in its own process, in a thread, so that no step waits for a file.
-
-    Args:
-        pulse: of the process.
-        counted: what it has counted so far.
-    """
+    """Beats for a training that searches in its own process, in a thread, so that no step waits for a file."""
 
     def __init__(self, pulse: Pulse, counted: Callable[[], Count]) -> None:
         self._pulse, self._counted = pulse, counted
@@ -386,21 +335,13 @@ class Heart:
             threading.Thread(target=self._run, name="zftune-pulse", daemon=True).start()
 
     def tries(self, trial: int | None) -> None:
-        """Write down what runs from now on, before it does.
-
-        Args:
-            trial: instead of the incumbent; None: that does.
-        """
+        """Write down the trial that runs from now on, before it does; None: the incumbent."""
         with self._beating:
             self._trial = trial
             self._pulse.beat(self._counted(), trial)
 
     def end(self, *, remove: bool) -> None:
-        """Beat no more.
-
-        Args:
-            remove: what was counted is in the run's row.
-        """
+        """Stop beating; `remove`: the count is in the run's row."""
         self._ended.set()
         with self._beating:
             self._pulse.close(remove=remove)
@@ -413,12 +354,7 @@ class Heart:
 
 
 def beat_of(living: RunLocks, run_id: str) -> Beat | None:
-    """What the process that trains a run last wrote down; None: nothing, or it is not known.
-
-    Args:
-        living: of the store.
-        run_id: of the run.
-    """
+    """The last beat of the process that trains a run; None: nothing, or it is not known."""
     text = living.read(run_id + _SUFFIX)
     try:
         found = json.loads(text)

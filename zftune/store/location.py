@@ -52,11 +52,7 @@ class Location:
 
 
 def masked(url: str) -> str:
-    """A URL of a server, or what was meant as one, without a password: for sentences.
-
-    Args:
-        url: any text; of what stands before an "@", no more is left than the user's name.
-    """
+    """A server's URL without a password, for sentences: before an "@" only the user's name is left."""
     hidden = _USER.sub(_without_password, url) if _USER.search(url) else _PORT.sub(r"\1:***", url)
     return _SECRETS.sub(r"\1***", hidden)
 
@@ -87,11 +83,7 @@ def check_server(url: str) -> None:
 
 
 def home_of(environment: Mapping[str, str]) -> Path | None:
-    """The user's home folder; None where none is known.
-
-    Args:
-        environment: $HOME counts.
-    """
+    """The user's home folder, by $HOME; None where none is known."""
     try:
         return Path(environment["HOME"]) if environment.get("HOME") else Path.home()
     except RuntimeError:
@@ -99,20 +91,12 @@ def home_of(environment: Mapping[str, str]) -> Path | None:
 
 
 def meant_by(environment: Mapping[str, str]) -> Location:
-    """The database that an environment asks for.
-
-    Args:
-        environment: $ZFTUNE_DB, $XDG_DATA_HOME and $HOME count.
-    """
+    """The database that $ZFTUNE_DB, $XDG_DATA_HOME and $HOME name."""
     return locate(environment.get(DATABASE, ""), environment, home_of(environment))
 
 
 def settled(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a relative path in $ZFTUNE_DB is absolute, as it is meant here: processes change folders.
-
-    Args:
-        environment: of a process in this folder.
-    """
+    """An environment in which a relative path in $ZFTUNE_DB is absolute: processes change folders."""
     path = meant_by(environment).path if environment.get(DATABASE) else None
     return {**environment} if path is None else {**environment, DATABASE: str(path)}
 
@@ -120,10 +104,7 @@ def settled(environment: Mapping[str, str]) -> dict[str, str]:
 def locate(value: str, environment: Mapping[str, str], home: Path | None) -> Location:
     """Where the database is to be.
 
-    Args:
-        value: a path, a URL of SQLAlchemy or a "file:" URI of SQLite, of $ZFTUNE_DB; "" means the default.
-        environment: $XDG_DATA_HOME counts.
-        home: of the user, if there is one.
+    `value` is a path, a URL of SQLAlchemy or a "file:" URI of SQLite, of $ZFTUNE_DB; "" means the default.
     """
     if value.startswith("file:"):
         return _of_uri(value)
@@ -151,11 +132,10 @@ def _of_uri(value: str) -> Location:
 
 
 def network_file_system(path: Path, root: Path = Path("/")) -> str | None:
-    """The type of the network file system that would hold `path`; None where it is on a local one.
+    """The type of the network file system that would hold `path`, which need not exist; None where it is on a local
+    one.
 
-    Args:
-        path: need not exist.
-        root: stands for "/" where the mounts are read.
+    `root` replaces "/" where the mounts are read.
     """
     kind = file_system(next((one for one in (path, *path.parents) if exists(one)), Path("/")), root)
     return kind if kind is not None and kind.startswith(NETWORK) else None

@@ -27,11 +27,7 @@ class Acquired:
 
 
 class RunLocks:
-    """The locks that this process holds for its runs.
-
-    Args:
-        database: its file; None: there are no locks.
-    """
+    """The locks that this process holds for its runs; none without the file of a database."""
 
     def __init__(self, database: Path | None) -> None:
         self._folder = None if database is None else database.with_name(database.name + ".runs")
@@ -110,10 +106,7 @@ class RunLocks:
     def write(self, run_id: str, text: str, *, durable: bool = False) -> bool:
         """Put a text into the file of a lock, always one of the same length; whether the lock is held.
 
-        Args:
-            run_id: of the lock.
-            text: for the file.
-            durable: it is on the disk when this returns, if that can be.
+        `durable`: it is on the disk when this returns, if that can be.
         """
         with self._using:
             descriptor = self._held.get(run_id)

@@ -1,37 +1,321 @@
-"""Opening a database: its engine, tables and backups. Whatever is wrong, a store comes out, at worst in memory."""
+"""Opening a database: its file, lock, backups, connections and tables.
+
+Whatever is wrong, a store comes out, at worst in memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import glob
 import hashlib
+import json
 import os
+import re
+import socket
 import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
-from sqlalchemy import Connection, Engine, event, inspect, text
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from zftune.errors import BadInputError, StoreError
-from zftune.store import files
-from zftune.store.engines import (
-    WRITES,
-    cause_of,
-    file_engine,
-    is_clash,
-    is_lost,
-    memory_engine,
-    server_engine,
-    state_of,
-)
+from zftune.errors import BadInputError, MissingPackageError, StoreError
 from zftune.store.location import Location, check_server, locate, network_file_system, node_local
 from zftune.store.tables import Base
+
+KEPT_BACKUPS = 3
+LOCK_TIMEOUT_S = 60.0
+"""A process that is stopped while it holds the lock must not stop every other one."""
+_LOCK_POLL_S = 0.01
+
+_MAGIC = b"SQLite format 3\0"
+_VERSION_TABLE = "alembic_version"
+_BACKUP = re.compile(r"\.backup-\d{8}T\d{6}\.\d{6}Z$")
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """What lies at a path."""
+
+    kind: Literal["empty", "ours", "foreign", "corrupt"]
+    revision: str | None = None
+    detail: str = ""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a database, which has a file of its own beside it.
+
+    Raises:
+        OSError: the lock's file cannot be written, or another process holds it for longer than anything takes.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
+    try:
+        _lock(descriptor)
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing would leave it to a child that was forked meanwhile
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    until = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise OSError(errno.EAGAIN, "another process does not give its lock back") from error
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return
+
+
+def file_state(path: Path) -> FileState:
+    """Look at a database without changing it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return FileState("empty")
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            return FileState("corrupt", detail="it is not a SQLite database")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                return FileState("corrupt", detail=_one_line(verdict))
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
+                return FileState("foreign" if tables else "empty")
+            row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
+            return FileState("ours", revision=None if row is None else str(row[0]))
+    except sqlite3.OperationalError as error:
+        raise OSError(0, _one_line(str(error))) from error
+    except (sqlite3.DatabaseError, TypeError) as error:
+        return FileState("corrupt", detail=_one_line(str(error)))
+
+
+def backups(path: Path) -> list[Path]:
+    """The backups of a database, the newest first."""
+    found = [one for one in path.parent.glob(f"{glob.escape(path.name)}.backup-*") if _BACKUP.search(one.name)]
+    return sorted(found, reverse=True)
+
+
+def back_up(path: Path, *, spare: Path | None = None) -> Path:
+    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`.
+
+    Raises:
+        OSError, sqlite3.Error: it cannot be copied.
+    """
+    now = time.time()
+    moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
+    target = path.with_name(f"{path.name}.backup-{moment}")
+    partial = target.with_name(target.name + ".partial")
+    try:
+        copy(path, partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    for old in backups(path)[KEPT_BACKUPS:]:
+        if old != spare:
+            old.unlink(missing_ok=True)
+    return target
+
+
+def copy(source: Path, target: Path) -> None:
+    """Write a database over another one, in one transaction of it.
+
+    Raises:
+        sqlite3.Error: it cannot be copied.
+    """
+    os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with (
+        contextlib.closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as read,
+        contextlib.closing(sqlite3.connect(target, timeout=60)) as write,
+    ):
+        read.backup(write)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a database that cannot be used, with its log; returns its new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    aside = path.with_name(f"{path.name}.replaced-{moment}")
+    for suffix in ("-wal", "-shm"):
+        log = path.with_name(path.name + suffix)
+        if log.exists():
+            log.rename(aside.with_name(aside.name + suffix))
+    path.rename(aside)
+    return aside
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+BUSY_TIMEOUT_S = 60.0
+CONNECT_S = 5
+"""Whole seconds, as libpq takes them: a server is given up that does not let anybody in by then."""
+ANSWER_S = 10.0
+"""Most seconds of a transaction on a server; its connection is given up that takes longer."""
+WRITES = "zftune_writes"
+"""Option of a connection that will write."""
+_CLASHES = ("40001", "40P01")
+"""PostgreSQL's serialization failure and deadlock: the transaction is to be run again."""
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError) as error:  # which psycopg, that calls this itself, passes on as they are
+        raise SQLAlchemyError(str(error)) from error
+
+
+def file_engine(path: Path) -> Engine:
+    """Connections to a SQLite file that `prepare` has made ready (WAL is a property of the file)."""
+    url = URL.create("sqlite", database=str(path))
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}, json_serializer=_json)
+    return _sqlite(engine)
+
+
+def memory_engine() -> Engine:
+    """A database that ends with this process."""
+    options: Any = {"poolclass": StaticPool, "connect_args": {"check_same_thread": False}}
+    return _sqlite(create_engine("sqlite://", json_serializer=_json, **options))
+
+
+def server_engine(url: str, answer_s: float | None = None) -> Engine:
+    """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
+
+    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`.
+
+    Raises:
+        SQLAlchemyError: the URL is none.
+        ImportError: its driver is not installed.
+    """
+    wanted = make_url(url).set(drivername="postgresql+psycopg")
+    answer_s = ANSWER_S if answer_s is None else answer_s
+    limits = {"connect_timeout": CONNECT_S, "application_name": "zftune"}
+    given = {name: value for name, value in limits.items() if name not in wanted.query}
+    try:
+        options: dict[str, Any] = {"json_serializer": _json, "use_native_hstore": False}  # one question less
+        engine = create_engine(wanted, poolclass=NullPool, connect_args=given, **options)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("psycopg", "PostgreSQL") from error
+
+    def watch(connection: Any, record: Any) -> None:
+        record.info["zftune_limit"] = limit = threading.Timer(answer_s, _hang_up, (connection,))
+        limit.daemon = True
+        limit.start()
+
+    def over(_: Any, record: Any) -> None:
+        record.info.pop("zftune_limit").cancel()
+
+    event.listen(engine, "connect", watch, insert=True)  # before SQLAlchemy asks the server what it is
+    event.listen(engine, "close", over)
+    event.listen(engine, "begin", partial(_on_server_begin, answer_s=answer_s))
+    return engine
+
+
+def cause_of(error: BaseException) -> str:
+    """The first line of what the driver said: without the statement, the values and any URL."""
+    original = getattr(error, "orig", None) or error
+    lines = str(original).strip().splitlines() or [type(original).__name__]
+    return lines[0][:200].rstrip(".")
+
+
+def _sqlstate(error: SQLAlchemyError) -> str | None:
+    """PostgreSQL's five-letter code of an error; None: the server sent none."""
+    state: str | None = getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state
+
+
+def is_clash(error: SQLAlchemyError) -> bool:
+    """Whether a transaction may succeed if it is run again: another one was before it."""
+    return isinstance(error, IntegrityError) or _sqlstate(error) in _CLASHES
+
+
+def is_lost(error: SQLAlchemyError) -> bool:
+    """Whether there is no connection to the server (any more)."""
+    state = _sqlstate(error)
+    away = state is None or state.startswith(("08", "57P"))  # 57P: it shuts down, it crashed, it starts up
+    return isinstance(error, OperationalError) and away
+
+
+def _on_server_begin(connection: Connection, answer_s: float) -> None:
+    # Neither a statement nor a client that was switched off holds anything for longer than its client waits.
+    connection.execute(_LIMITS, {"limit": str(round(answer_s * 1e3))})
+
+
+def _hang_up(connection: Any) -> None:
+    """End a connection whose server says nothing: whoever waits for it hears that it is lost."""
+    from psycopg import Error
+
+    with contextlib.suppress(Error, OSError), socket.socket(fileno=os.dup(connection.fileno())) as found:
+        found.shutdown(socket.SHUT_RDWR)  # unless it was closed meanwhile
+
+
+_LIMITS = text(
+    "SELECT set_config('statement_timeout', :limit, true),"
+    " set_config('idle_in_transaction_session_timeout', :limit, true)"
+)
+
+
+def _sqlite(engine: Engine) -> Engine:
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", _on_begin)
+    # A forked child must not use, nor close, its parent's connections.
+    alive = weakref.ref(engine)
+
+    def forget() -> None:
+        forked = alive()
+        if forked is not None and not isinstance(forked.pool, StaticPool):
+            forked.dispose(close=False)
+
+    os.register_at_fork(after_in_child=forget)
+    return engine
+
+
+def _on_connect(connection: Any, _: Any) -> None:
+    connection.isolation_level = None  # the driver would begin transactions of its own, and not at once
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA trusted_schema=OFF")
+    cursor.close()
+
+
+def _on_begin(connection: Connection) -> None:
+    # IMMEDIATE waits for its turn before it reads: two that read first could not both go on to write.
+    writes = connection.get_execution_options().get(WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+# --- databases --------------------------------------------------------------------------------------------------------
+
 
 _MIGRATION_S = 60.0
 
@@ -48,8 +332,6 @@ class Database:
     """An engine, and how it is written to.
 
     Args:
-        engine: of `file_engine`, `memory_engine` or `server_engine`.
-        shown: how to call it in sentences.
         serial: whether threads take turns, since they share one connection.
     """
 
@@ -67,12 +349,7 @@ class Database:
 
     @contextlib.contextmanager
     def patient(self, seconds: float, hurry: threading.Event) -> Iterator[None]:
-        """Wait inside for a server that is away, in this thread.
-
-        Args:
-            seconds: at most.
-            hurry: ends it.
-        """
+        """Wait inside for a server that is away, in this thread, at most `seconds`; `hurry` ends it."""
         self._patience.until_s, self._patience.hurry = time.monotonic() + seconds, hurry
         try:
             yield
@@ -149,7 +426,7 @@ class Database:
                     if status == "committed" and not written.is_there(session):
                         status = "another one's"  # a server that was killed gives the number away again
             except SQLAlchemyError as again:
-                if state_of(again) == _FUTURE:
+                if _sqlstate(again) == _FUTURE:
                     return False
                 if not is_lost(again):
                     raise self._failed("could not be read", again) from again
@@ -190,7 +467,7 @@ HEAD = "0001"
 MIGRATIONS = Path(__file__).with_name("migrations")
 
 
-def database_file(value: str, home: Path, environment: dict[str, str], root: Path = Path("/")) -> Path:
+def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
     """The SQLite file that backups lie beside.
 
     Raises:
@@ -200,7 +477,7 @@ def database_file(value: str, home: Path, environment: dict[str, str], root: Pat
     if location.path is None:
         raise BadInputError(f"{location.shown} has no backups: only a SQLite file has")
     try:
-        return trusted(location.path, location.shown, root, [])[0]
+        return trusted(location.path, location.shown, Path("/"), [])[0]
     except Unusable as reason:
         raise BadInputError(f"{location.shown}: {reason}; it must be a local file") from reason
 
@@ -211,7 +488,7 @@ def chosen(path: Path, which: str) -> Path:
     Raises:
         BadInputError: there is no such backup.
     """
-    found = files.backups(path)
+    found = backups(path)
     for number, backup in enumerate(found, 1):
         if which in (str(number), backup.name):
             return backup
@@ -222,10 +499,8 @@ def chosen(path: Path, which: str) -> Path:
 def restore(path: Path, backup: Path) -> Path | None:
     """Put a backup in the database's place.
 
-    Args:
-        path: the database; a usable one is backed up first, and programs that have it open go on with what was
-            brought back; one that cannot be used is renamed.
-        backup: of it.
+    A usable database is backed up first, and programs that have it open continue with the backup; an unusable one is
+    renamed.
 
     Returns:
         Where the database is now that was there before; None if there was none.
@@ -234,13 +509,13 @@ def restore(path: Path, backup: Path) -> Path | None:
         StoreError: it could not be done; the database is as it was.
     """
     try:
-        with files.locked(path):
-            state = files.state_of(backup)
+        with locked(path):
+            state = file_state(backup)
             check(state)
             if state.kind != "ours":
                 raise Unusable("is empty")
             before = _make_room(path, backup)
-            files.copy(backup, path)
+            copy(backup, path)
         prepare(path)
     except Unusable as reason:
         raise StoreError(f"{backup.name} {reason}") from reason
@@ -252,15 +527,15 @@ def restore(path: Path, backup: Path) -> Path | None:
 
 
 def _make_room(path: Path, backup: Path) -> Path | None:
-    state = files.state_of(path)
+    state = file_state(path)
     try:
         check(state)
     except Unusable:
-        return files.set_aside(path)
+        return set_aside(path)
     if state.kind == "empty":
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return None
-    return files.back_up(path, spare=backup)
+    return back_up(path, spare=backup)
 
 
 _IN_MEMORY = "what zftune learns is kept in memory until it ends"
@@ -277,14 +552,9 @@ def open_database(
     root: Path,
     clock: Callable[[], float] = time.time,
 ) -> tuple[Database, Path | None, list[str]]:
-    """Open the database that is asked for, or the best that can be had in its place.
+    """Open the database at `value`, a path, a URL, or "" for the default, or the best replacement.
 
-    Args:
-        value: a path, a URL, or "" for the default.
-        environment: for the default.
-        home: of the user, if there is one.
-        root: stands for "/" where the mounts are read.
-        clock: wall clock of this machine, seconds.
+    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s.
 
     Returns:
         The database, its file if it is one, and a sentence for each thing to know.
@@ -319,8 +589,8 @@ def prepare(path: Path) -> None:
         OSError, sqlite3.Error, SQLAlchemyError: it could not be made ready; it is as it was.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with files.locked(path):
-        state = files.state_of(path)
+    with locked(path):
+        state = file_state(path)
         check(state)
         if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
             raise Unusable("cannot be written")
@@ -336,7 +606,7 @@ def prepare(path: Path) -> None:
             engine.dispose()
 
 
-def check(state: files.FileState) -> None:
+def check(state: FileState) -> None:
     """Refuse what is no database of this zftune.
 
     Raises:
@@ -407,7 +677,7 @@ def _server(location: Location, clock: Callable[[], float]) -> Database:
             tables = set(inspect(connection).get_table_names())
             found = [] if "alembic_version" not in tables else connection.execute(_VERSION).scalars().all()
             database.ahead_s = connection.execute(_NOW).scalar_one() - clock()
-        check(files.FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
+        check(FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
         if not found:
             _make_tables(server_engine(location.url, _MIGRATION_S))
         return database

@@ -25,12 +25,7 @@ _MAX_THREADS = 4096
 
 
 def find(query: Query, presets: Iterable[Preset]) -> Match | None:
-    """The preset to begin with, or None.
-
-    Args:
-        query: what knobs are wanted for.
-        presets: all there are; withdrawn ones do not serve.
-    """
+    """The preset to begin with, or None; withdrawn ones are skipped."""
     active = [preset for preset in presets if preset.state is PresetState.ACTIVE]
     same = [preset for preset in active if is_exact(query.key, preset.key)]
     if same:
@@ -150,10 +145,7 @@ class Presets:
     _clock: Callable[[], float]
 
     def save_preset(self, preset: Preset) -> Preset:
-        """Keep a preset.
-
-        Args:
-            preset: a name that is taken gets a number; "" makes one from the model, the machine and the quality.
+        """Keep a preset: a taken name gets a number; "" makes one from the model, the machine and the quality.
 
         Returns:
             It as it was kept: with its name and the time.
@@ -223,11 +215,7 @@ class Presets:
         return self._database.write(work)
 
     def record_comparison(self, name: str, *, won: bool) -> PresetState:
-        """Write down that a preset was compared with another setting later. After two losses it is withdrawn.
-
-        Args:
-            name: of the preset.
-            won: whether it was at least as fast.
+        """Record a later comparison of a preset with another setting. After two losses it is withdrawn.
 
         Returns:
             Its state from now on; withdrawn where there is no such preset any more.
@@ -248,11 +236,7 @@ class Presets:
         return self._database.write(work)
 
     def withdraw_preset(self, name: str, why: Withdrawal) -> None:
-        """Propose a preset to nobody any more; one that there is not, or that was withdrawn before, stays as it is.
-
-        Args:
-            name: of the preset.
-            why: it is.
+        """Withdraw a preset; one that is missing or was withdrawn before stays as it is.
 
         Raises:
             StoreError: it could not be written.

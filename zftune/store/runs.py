@@ -75,12 +75,7 @@ And in those of a remark: the setting had been measured to its end before, and o
 
 
 def survivors(session: Session, run_id: str) -> list[TrialRow]:
-    """Trials in flight that one death is no crash of: their setting was measured to its end, and did not die before.
-
-    Args:
-        session: of the transaction.
-        run_id: of a run that ended without goodbye.
-    """
+    """Trials in flight that do not count as crashed: their setting was measured to its end before and never crashed."""
     trials = session.scalars(select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)).all()
     valid = select(MeasurementRow.trial_id).join(TrialRow).where(TrialRow.run_id == run_id)
     measured = set(session.scalars(valid.where(MeasurementRow.void_reason.is_(None))))
@@ -92,12 +87,9 @@ def survivors(session: Session, run_id: str) -> list[TrialRow]:
 
 
 def spare(session: Session, run_id: str, *, void: str) -> None:
-    """No trial of a training that lives crashed, also where it was taken for dead since the run was gone on with last.
+    """Mark no trial of a living training as crashed, even if it was counted as dead since the last resumption.
 
-    Args:
-        session: of the transaction.
-        run_id: of the run.
-        void: the reason that is written where one was not measured.
+    `void` is the reason of trials that were not measured.
     """
     of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash")
     presumed = select(DecisionRow.decision_id).where(*of_it, DecisionRow.details[TAKEN_FOR_DEAD].as_boolean()).exists()
@@ -252,10 +244,7 @@ class Runs:
     def unfinished_run(self, key: Key, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
         """The newest run of a search that measured something, if it ended before the search did.
 
-        Args:
-            key: what was trained.
-            knobs: what it began with.
-            settings: of the search; what a run has beside these may be anything.
+        A run may have settings beside `settings`.
 
         Raises:
             StoreError: the store could not be read.
@@ -288,19 +277,10 @@ class Runs:
         elapsed_s: float = 0.0,
         run_id: str | None = None,
     ) -> Run:
-        """Write down that a run begins.
+        """Add a run.
 
-        Args:
-            key: what it trains, on what.
-            model: of the key.
-            hardware: of the key.
-            knobs: what it begins with.
-            settings: of the search.
-            versions: of the software.
-            usable_cores: by affinity and control group.
-            lease_s: seconds until it counts as lost where no lock tells, unless the lease is renewed.
-            elapsed_s: since it began.
-            run_id: 32 hexadecimal digits; None, or where the store has such a run: random ones.
+        It counts as lost after `lease_s` without a renewal where no lock tells. `run_id` has 32 hexadecimal digits;
+        None, or if the store has it: random ones. `usable_cores` is by affinity and control group.
 
         Raises:
             StoreError: it could not be read or written.
@@ -336,12 +316,7 @@ class Runs:
             raise
 
     def renew_lease(self, run: Run, lease_s: float = LEASE_S, account: Account | None = None) -> None:
-        """Say that a run lives, for so many seconds more.
-
-        Args:
-            run: which.
-            lease_s: for so long.
-            account: of it by now; None: as before.
+        """Extend a run's lease by `lease_s`; `account` None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -357,11 +332,7 @@ class Runs:
         return Pulse(self._living, run.run_id, run.token)
 
     def finish_run(self, run: Run, account: Account | None = None) -> None:
-        """Say goodbye: trials that are open are void.
-
-        Args:
-            run: which.
-            account: of it; None: as before. Likewise below.
+        """Close a run: open trials are void. `account` None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -394,10 +365,9 @@ class Runs:
         self._living.release(run.run_id)
 
     def spare_trials(self, run_id: str) -> None:
-        """What is in flight is no crash where the training lives and only who wrote for it has ended.
+        """Trials in flight are no crash if the training lives and only its writer has ended.
 
-        Args:
-            run_id: a run that nobody writes to any more; its trials may have been taken for dead already.
+        They may have been counted as dead already.
 
         Raises:
             StoreError: it could not be written, or the run is still running.
@@ -450,15 +420,9 @@ class Runs:
         constraint: float | None = None,
         rejected: str | None = None,
     ) -> TrialRecord:
-        """Write down a setting.
+        """Add a trial of a setting.
 
-        Args:
-            run: whose it is.
-            knobs: the setting.
-            source: who proposed it.
-            predicted_step_ms: the planner's.
-            constraint: above 0 it breaks a limit, by so much.
-            rejected: why it is never to be applied; None: it is planned.
+        A `constraint` above 0 is by how much it breaks a limit; `rejected`: why it is never to be applied.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -517,19 +481,6 @@ class Runs:
 
         self._database.write(work)
 
-    def end_trial(self, run: Run, trial_id: int, state: TrialState, reason: str | None = None) -> None:
-        """Say how a trial ended.
-
-        Raises:
-            StoreError: it could not be written, the trial has ended before, or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            row = _open_trial(session, run, trial_id)
-            row.state, row.reason, row.ended_unix_s = state, _cut(reason), self._clock()
-
-        self._database.write(work)
-
     def add_measurement(
         self,
         run: Run,
@@ -539,14 +490,8 @@ class Runs:
         state: TrialState | None = None,
         account: Account | None = None,
     ) -> None:
-        """Keep a measurement of a trial.
-
-        Args:
-            run: whose it is.
-            trial_id: the trial; one that was measured may be measured again.
-            measurement: of it.
-            state: the trial's from now on, in the same transaction; None leaves it.
-            account: of the run by now; None: as before.
+        """Keep a measurement of a trial, which may have others; set the trial's state in the same transaction, unless
+        None.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -563,11 +508,6 @@ class Runs:
 
     def add_decision(self, run: Run, decision: Decision, *, account: Account | None = None) -> None:
         """Keep a decision; its time is now, unless it has an earlier one.
-
-        Args:
-            run: whose it is.
-            decision: as it is kept.
-            account: of the run by now; None: as before.
 
         Raises:
             StoreError: it could not be written, or the run is another process's now.
@@ -687,14 +627,6 @@ def _trial(session: Session, run: Run, trial_id: int) -> TrialRow:
     row = session.get(TrialRow, trial_id)
     if row is None or row.run_id != run.run_id:
         raise StoreError(f"trial {trial_id} is not of run '{run.run_id}'")
-    return row
-
-
-def _open_trial(session: Session, run: Run, trial_id: int) -> TrialRow:
-    _own(session, run)
-    row = _trial(session, run, trial_id)
-    if row.state not in _OPEN:
-        raise StoreError(f"trial {trial_id} is {row.state.value}; it must be planned or in flight")
     return row
 
 

@@ -38,26 +38,14 @@ def facts_of(store: Store, key: Key) -> tuple[Model, Hardware]:
 
 
 def goes_on(store: Store, run: RunRecord, now: float) -> bool:
-    """Whether the process of a run lives, the one that trains it at least; nothing is closed where it does not.
-
-    Args:
-        store: of the run.
-        run: as it was read.
-        now: wall clock, seconds.
-    """
+    """Whether the process of a run lives, the one that trains it at least; nothing is closed where it does not."""
     if run.state is RunState.FINISHED:
         return False
     return store.is_trained(run.run_id) or is_written_to(store, run, now)
 
 
 def is_written_to(store: Store, run: RunRecord, now: float) -> bool:
-    """Whether whoever searches for a run lives: the daemon, or the process that trains.
-
-    Args:
-        store: of the run.
-        run: as it was read.
-        now: wall clock, seconds.
-    """
+    """Whether the writer of a run lives: the daemon, or the process that trains."""
     if run.state is not RunState.RUNNING:
         return False
     lives = store._living.lives(run.run_id)
@@ -71,9 +59,6 @@ class Store(Presets, Runs):
     `StoreError`, a sentence, where it cannot be done; what was there before is as it was.
 
     Args:
-        database: opened and of the newest schema.
-        path: of its file, if it is one.
-        notices: a sentence for each thing that is not as it should be.
         clock: wall clock of this machine, seconds; on a server all go by the server's.
     """
 
@@ -101,11 +86,8 @@ class Store(Presets, Runs):
         return self._database.is_server
 
     def patient(self, seconds: float, hurry: threading.Event) -> AbstractContextManager[None]:
-        """Wait inside for a database server that is away. For a thread that no training waits for.
-
-        Args:
-            seconds: at most.
-            hurry: ends it.
+        """Wait inside for a database server that is away, at most `seconds`; `hurry` ends it. For a thread that no
+        training waits for.
         """
         return self._database.patient(seconds, hurry)
 

@@ -282,7 +282,6 @@ class MeasurementRow(Base):
     step_ms: Mapped[float]
     token_us: Mapped[float]
     mad_us: Mapped[float | None]
-    stall_fraction: Mapped[float | None]
     began_unix_s: Mapped[float]
     void_reason: Mapped[str | None] = mapped_column(String(REASON_LENGTH))
     steps_ms: Mapped[list[float]]

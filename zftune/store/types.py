@@ -94,10 +94,7 @@ class Key:
 def ranks_in_words(ranks: int, nodes: int = 1, shards: int | None = None) -> str:
     """How many ranks train, and how they share the state of the weights.
 
-    Args:
-        ranks: all of them.
-        nodes: machines that they are on.
-        shards: that share each weight by rows; None: something else says how they are shared.
+    `shards` share each weight by rows; None: the sharing is described elsewhere.
     """
     words = "1 rank" if ranks == 1 else f"{ranks} ranks"
     if nodes > 1:
@@ -325,7 +322,6 @@ class Measurement:
     """Median time per token, microseconds: the score."""
     mad_us: float | None = None
     """Median absolute deviation of the time per token."""
-    stall_fraction: float | None = None
     began_unix_s: float
     void_reason: str | None = None
     """Why it does not count."""

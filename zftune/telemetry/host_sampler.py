@@ -122,10 +122,9 @@ _NUMA_AFTER_NS = 2_000_000_000  # by then a process holds most of its memory
 
 
 class Watched:
-    """Follows a changing set of processes; those that are gone drop out.
+    """Follows the changing set of processes that `pids` returns at every `update`; those that are gone drop out.
 
     Args:
-        pids: called at every `update`.
         root: stands for "/" where NUMA maps are read.
     """
 
@@ -267,11 +266,7 @@ class HostSampler:
         self._ticker.stop()
 
     def summary(self, begin_ns: int, end_ns: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """The figures over a window: the "system" of a profile document.
-
-        Args:
-            begin_ns: begin of the window on the sampler's clock.
-            end_ns: its end.
+        """The figures over a window on the sampler's clock: the "system" of a profile document.
 
         Returns:
             The figures or None, and the reason of every null by name relative to "system" ("" for all). "cpu_percent"

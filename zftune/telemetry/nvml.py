@@ -30,7 +30,6 @@ class NvmlError(ZftuneError):
     """NVML does not answer.
 
     Args:
-        reason: one sentence, or the driver's own words.
         code: NVML's return value.
         teller: what the message begins with.
     """
@@ -133,8 +132,7 @@ _MAX_NVLINKS = 36  # a link that a GPU does not have ends the search
 def gpus(missing: dict[str, str]) -> list[dict[str, Any]] | None:
     """Every NVIDIA GPU of the machine, also those hidden from CUDA; None where there is no driver.
 
-    Args:
-        missing: gets the reason of everything that is None, under "gpus" or "gpus.INDEX.FIELD".
+    `missing` gets the reason of everything that is None, under "gpus" or "gpus.INDEX.FIELD".
     """
     try:
         with nvml_session() as nvml:

@@ -177,13 +177,7 @@ class _Count:
 
 
 class Pcie:
-    """Rates of one GPU's link in 10^9 bytes/s, headers of the packets included.
-
-    Args:
-        nvml: an open session.
-        handle: of the GPU.
-        clock_ns: the sampler's clock.
-    """
+    """Rates of one GPU's link in 10^9 bytes/s, headers of the packets included."""
 
     def __init__(self, nvml: Nvml, handle: Any, clock_ns: Callable[[], int]) -> None:
         self._nvml = nvml
@@ -198,9 +192,7 @@ class Pcie:
     def read(self, period_s: float, elsewhere: bool) -> dict[str, float]:
         """The rates since the last call; nothing on the first call, and where they are not read this time.
 
-        Args:
-            period_s: time to the next call.
-            elsewhere: whether GPM gives the rates as well; it does so without blocking and without wraps.
+        `period_s`: time to the next call; `elsewhere`: GPM gives the rates as well, without blocking and without wraps.
 
         Raises:
             NvmlError: no source works.
@@ -385,10 +377,7 @@ class DeviceReader:
     """Asks and remembers; used by one thread.
 
     Args:
-        nvml: an open session.
-        target: the device.
         rate_hz: how often `read` is called.
-        clock_ns: the sampler's clock.
         ours: whether a process is of the run; None where it is not known here.
     """
 
@@ -423,8 +412,7 @@ class DeviceReader:
     def read(self, *, last: bool = False) -> None:
         """Add a reading to the log; none once the device is lost.
 
-        Args:
-            last: whether no other reading follows: what is asked once a second is asked now.
+        `last`: no other follows, so that what is asked once a second is asked now.
         """
         if self.lost is not None:
             return

@@ -213,14 +213,10 @@ def _close_at_exit() -> None:
 
 
 class LocalDriver(SearchDriver):
-    """Thinks in this process, with Optuna in one of its own.
+    """Search in this process, with Optuna in a process of its own.
 
     Args:
-        optimizer: that trains.
-        wishes: of the user.
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
-        company: ranks that it trains with.
-        name: of the model; None: that of its class.
     """
 
     def __init__(

@@ -58,10 +58,6 @@ class Verdict:
 def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdict:
     """Change knobs, or say why they cannot be; with several ranks all call this after the same step.
 
-    Args:
-        optimizer: that trains.
-        knobs: as `set_knobs` takes them.
-
     Raises:
         HostEngineError: host work failed.
     """
@@ -97,11 +93,7 @@ class Changes(ABC):
 
 
 class AtOnce(Changes):
-    """Changes them when it is asked to.
-
-    Args:
-        optimizer: that trains.
-    """
+    """Changes the optimizer's knobs when asked to."""
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
         self._optimizer = optimizer
@@ -123,12 +115,7 @@ class UnmeasuredCounter:
         self._late_steps = 0
 
     def change(self, step: int, *, challenges: bool) -> None:
-        """Knobs change.
-
-        Args:
-            step: after which they hold. It closes a window and moves columns: where a setting is tried, for its sake.
-            challenges: whether they are not the incumbent's.
-        """
+        """Knobs change after `step`, which closes a window and moves columns."""
         begin = step if challenges else step + 1
         self._changes = [change for change in self._changes if change[0] < begin]
         self._changes.append((begin, challenges))
@@ -138,12 +125,7 @@ class UnmeasuredCounter:
         self._changes = []
 
     def add(self, step: int, step_ms: float) -> bool:
-        """Count a step; whether it belongs to a setting that is not the incumbent.
-
-        Args:
-            step: its number.
-            step_ms: its time.
-        """
+        """Count a step of `step_ms`; whether its setting is not the incumbent."""
         seconds = step_ms / 1e3
         self.steps.append(step)
         self.seconds += seconds
@@ -190,13 +172,10 @@ class TuningContext:
 
 
 class Executor:
-    """Measures what a worker asks for.
+    """Measures what a worker requests.
 
     Args:
-        scene: what training it measures in.
-        worker: where it is thought about.
         start: the setting that the search begins from: where training goes wrong, it is set again.
-        incumbent: the best setting so far.
     """
 
     def __init__(self, scene: TuningContext, worker: SearchWorker, *, start: Setting, incumbent: Setting) -> None:
@@ -263,10 +242,7 @@ class Executor:
         return self._optimizer.steps - self._from
 
     def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Call it after each step.
-
-        Args:
-            loss: of the step, a scalar on any device.
+        """Call it after each step, with its loss: a scalar on any device.
 
         Returns:
             Whether the search goes on. When it ends, the incumbent's knobs are set.
@@ -288,22 +264,15 @@ class Executor:
             self.losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Say that steps have another number of tokens from now on: what was measured before does not count.
-
-        Args:
-            tokens: of a step.
-        """
+        """Set the tokens of a step from now on; earlier measurements no longer count."""
         if tokens != self._tokens:
             self._recounted = True
             self._of_incumbent_ms.clear()
         self._tokens = tokens
 
     def stop(self, reason: str, *, restores: bool = True) -> None:
-        """End the search early; the incumbent's knobs are set.
-
-        Args:
-            reason: a sentence; "": the training has ended.
-            restores: False: the knobs stay.
+        """End the search early (`reason` "": the training has ended); set the incumbent's knobs, unless `restores` is
+        False.
         """
         self.close()
         if not self.over:
@@ -567,11 +536,7 @@ class Executor:
         return found is not None
 
     def go_back(self, reason: str) -> None:
-        """End the search because training goes wrong; the starting point's knobs are set.
-
-        Args:
-            reason: a sentence.
-        """
+        """End the search because training goes wrong; set the starting point's knobs."""
         self._worker.guard(reason)
         self.incumbent, self.gain = self._start, None
         self._end()
@@ -580,13 +545,9 @@ class Executor:
 def live_search(
     scene: TuningContext, search: Search, *, recorder: StoreRecorder | None = None, worker: DeskMaker | None = None
 ) -> Executor:
-    """An executor of a search that is thought about in the process that trains.
+    """An executor whose search runs in the process that trains, in a thread unless `worker` is given.
 
-    Args:
-        scene: what training it measures in.
-        search: begins at the optimizer's knobs. While a worker thinks it is the worker's: read it after `close()`.
-        recorder: where it is written down.
-        worker: where it is thought about; None: in a thread.
+    While a worker thinks, the search is the worker's: read it after `close()`.
     """
     search.book.device_limit_bytes = device_limit(scene.optimizer)
     worker = worker or partial(ThreadWorker, clock=scene.optimizer.device.clock)

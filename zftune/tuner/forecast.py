@@ -14,7 +14,7 @@ import numpy as np
 from zenflow import CoverageCurve, ZenFlowConfig
 from zenflow.host.limits import available_host_bytes
 from zftune.emulation import Rig
-from zftune.planner.choosing import HEADROOM, choose, limits
+from zftune.planner.choosing import choose, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
@@ -82,15 +82,7 @@ Judge = Callable[[Setting], Evaluation]
 
 
 def propose(space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int) -> Proposal:
-    """The setting to look at next.
-
-    Args:
-        space: of the search.
-        told: what is known.
-        judge: the planner.
-        sampler: Optuna's; "random" looks at nothing.
-        seed: of this question.
-    """
+    """The setting to measure next; `sampler` "random" ignores what is known."""
     rejected: list[Evaluation] = []
     found = _asked(space, told, judge, sampler, seed, rejected) if space.dimensions and sampler != "none" else None
     return Proposal(found or (None if sampler == "none" else likely(space, judge, seed)), tuple(rejected))
@@ -133,13 +125,7 @@ def _asked(
 
 
 def likely(space: Space, judge: Judge, seed: int) -> Evaluation | None:
-    """The best by prediction of some allowed settings that were not tried.
-
-    Args:
-        space: of the search.
-        judge: the planner.
-        seed: of this question.
-    """
+    """The best by prediction of some allowed settings that were not tried."""
     allowed = list(space.settings())
     order = np.random.default_rng(seed).permutation(len(allowed))
     pool: list[Evaluation] = []
@@ -186,12 +172,6 @@ class PlannerForecast:
     """Predictions for one model, machine and job.
 
     Args:
-        model: what is trained.
-        machine: where; its memory is the limit.
-        job: batch, and the ranks that share its weights.
-        rates: how fast a rank is.
-        base: the configuration; a setting changes its live knobs.
-        headroom: share of device and host memory that stays free.
         counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
     """
 
@@ -200,14 +180,13 @@ class PlannerForecast:
     job: Job
     rates: Rates
     base: ZenFlowConfig
-    headroom: float = HEADROOM
     counted: bool = False
 
     def __call__(self, setting: Setting) -> Forecast:
         """The prediction for a setting."""
         config = setting.config(self.base)
         found = predict(self.model, self.machine, self.job, config, rates=self.rates)
-        device, host = limits(self.machine, self.headroom)
+        device, host = limits(self.machine)
         needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
         excess, place = max(zip(needs, ("GPU", "host"), strict=True))
         ranks = self.job.ranks
@@ -218,11 +197,8 @@ class PlannerForecast:
         return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")
 
     def planned(self, space: Space, *, least_ratio: float) -> list[Setting]:
-        """The planner's choices within a space, best first.
-
-        Args:
-            space: of the search.
-            least_ratio: offload ratio at least: a lower one takes more GPU memory.
+        """The planner's choices within a space, best first; an offload ratio below `least_ratio` would take more GPU
+        memory.
         """
         choices = choose(
             self.model,
@@ -230,7 +206,6 @@ class PlannerForecast:
             self.job,
             budget=space.budget,
             coverage=space.coverage,
-            memory_headroom=self.headroom,
             rates=self.rates,
         )
         kept = ("select_interval", "deferred_update", "host_threads")
@@ -245,15 +220,7 @@ def forecast_for(
     """The planner for a training on one rank or several.
 
     Ranks that share weights by rows, or their state alone, are one job of the planner's, and have their part of what
-    all ranks of a machine share. Where they share nothing, each is a job.
-
-    Args:
-        model: what is trained.
-        machine: where; as `rig_machine` makes it of a rig.
-        job: batch of a rank.
-        base: the configuration.
-        company: the ranks.
-        rig: that each rank has one of; None: the machine itself.
+    all ranks of a machine share. Where they share nothing, each is a job. `rig`: each rank has one.
     """
     gpus = min(company.shards, company.here)
     job = replace(job, gpus=gpus, nodes=-(-company.shards // gpus), stage=2 if company.keeps_whole else 3)
@@ -284,15 +251,7 @@ def rig_machine(rig: Rig) -> Machine:
 def machine_of(
     name: str, gpu: str, rates: Rates, *, host_memory_bytes: int, device_memory_bytes: int = UNLIMITED
 ) -> Machine:
-    """A machine of which no more is known than how fast a training is on it.
-
-    Args:
-        name: of the machine.
-        gpu: of its kind.
-        rates: of the training.
-        host_memory_bytes: that it may have.
-        device_memory_bytes: that it may have.
-    """
+    """A machine of which only the rates of a training and its memory are known."""
     return Machine(
         name=name,
         source={"host_memory_bytes": "what this process may still allocate"},
@@ -325,12 +284,7 @@ class MeasuredCoverage:
 
 
 def measured_coverage(curves: Sequence[CoverageCurve], ratios: Sequence[float] = ()) -> tuple[Coverage, str]:
-    """Coverage for every k from what the live model showed, and where it comes from, in words.
-
-    Args:
-        curves: of its selections.
-        ratios: where it has to be exact, beside the choices of a search.
-    """
+    """Coverage for every k from the live model's selections, exact at `ratios`, and where it comes from, in words."""
     curves = [curve for curve in curves if curve.at(1.0) is not None]
     if not curves:
         return assumed_coverage, "assumed: nothing was selected that could be measured"

@@ -40,12 +40,7 @@ class Watch(Protocol):
 
 
 def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
-    """Whoever watches over measurements on a device.
-
-    Args:
-        device: that trains.
-        sampled: whether a GPU is sampled in this process; not where the daemon does that.
-    """
+    """The watch over measurements on a device; `sampled=False` where the daemon samples its GPU."""
     if isinstance(device, EmulatedAccelerator):
         return LateDisturbance(device)
     if not sampled:
@@ -74,7 +69,6 @@ class GpuDisturbance:
     Args:
         sampler: started; ends with this.
         uuid: of the GPU; None: of all that are sampled.
-        clock_ns: the sampler's clock.
     """
 
     def __init__(
@@ -120,11 +114,7 @@ class GpuDisturbance:
 
 
 class LateDisturbance:
-    """Whether this machine was too slow for the emulated accelerator.
-
-    Args:
-        device: the emulated accelerator.
-    """
+    """Whether this machine was too slow for the emulated accelerator."""
 
     def __init__(self, device: EmulatedAccelerator) -> None:
         self._device = device
@@ -205,13 +195,7 @@ class LossGuard:
 
 
 class Losses:
-    """Takes losses as training has them, and lets a guard look at them once they have arrived.
-
-    Args:
-        device: that they are on.
-        guard: looks at them.
-        heard: told of each one that has arrived, with its step.
-    """
+    """Takes losses and gives them to a guard once they have arrived; `heard` is called with each loss and its step."""
 
     def __init__(self, device: Device, guard: LossGuard, heard: Callable[[int, float], None] | None = None) -> None:
         self.heard = heard
@@ -219,11 +203,7 @@ class Losses:
         self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
-        """Take a loss; does not wait for the device.
-
-        Args:
-            step: the last that was taken.
-            loss: a scalar on any device, or a number.
+        """Take a loss, a scalar on any device or a number; does not wait for the device.
 
         Raises:
             BadInputError: it is more than one number.

@@ -29,12 +29,7 @@ _TOO_NOISY = "took times that are too noisy to tell"
 
 
 def commanded(kind: str, details: Mapping[str, Any]) -> str:
-    """What somebody asked for.
-
-    Args:
-        kind: of the decision.
-        details: of it: by whom, and about what.
-    """
+    """A command given by a person."""
     by = details["by"]
     if kind == "rollback":
         return f"Rolled back {by}: {details['barred']} is not tried again, the setting before it stays."
@@ -57,31 +52,17 @@ def resumed(measurements: int) -> str:
 
 
 def back_to_best(changes: str) -> str:
-    """A saved state was loaded that has knobs which another search tried.
-
-    Args:
-        changes: what is set otherwise than there.
-    """
+    """A saved state was loaded whose knobs belong to a setting that another search tried."""
     return f"Back to the best settings so far ({changes}): the checkpoint was saved while others were tried."
 
 
 def not_back(why: str) -> str:
-    """It could not be gone back to the best settings so far.
-
-    Args:
-        why: without a full stop.
-    """
+    """The best settings so far could not be set; `why` has no full stop."""
     return f"The settings stay that were tried when the checkpoint was saved: the best so far are refused ({why})."
 
 
 def other_rate(rate: float, before: float, *, is_another: bool = False) -> str:
-    """A training goes on with the run of one that learned at another rate.
-
-    Args:
-        rate: its learning rate at its highest.
-        before: that of the other.
-        is_another: it begins with its first step, so that the curve is its own.
-    """
+    """A training continues the run of one with another learning rate; both are the highest of their schedules."""
     rates = f"The learning rate is {rate:.3g} from here on, it was {before:.3g}".replace("e-0", "e-")
     has = "the account of both is in this run" if is_another else "the account and losses of both are in this run"
     return f"{rates}: {has} (--fresh begins another one)."
@@ -100,12 +81,7 @@ def other_times(found: Gain) -> str:
 
 
 def unsteady(restarts: int, *, waits: bool) -> str:
-    """Times changed again and again.
-
-    Args:
-        restarts: how often the search has begun again since it came to its end last.
-        waits: whether it goes on, or ends.
-    """
+    """Times changed repeatedly: `restarts` of the search since it last ended."""
     then = "From here on it waits ever longer before it begins again" if waits else "It ends"
     return (
         f"Step times changed {restarts} times before the search came to its end. {then}; the best settings so far "
@@ -141,11 +117,7 @@ _WORTH = f"{100 * LEAST_GAIN:.0f}%"
 
 
 def none_left(fixed_because: str) -> str:
-    """Everything that is allowed was tried.
-
-    Args:
-        fixed_because: why settings that change the trajectory stay; "": they are free.
-    """
+    """Every allowed setting was tried; `fixed_because` "": settings that change the trajectory are free."""
     if fixed_because:
         return f"No setting is left to be tried: those that change the trajectory stay, since {fixed_because}."
     return "No setting is left to be tried that the quality allows."
@@ -165,15 +137,7 @@ def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
 
 
 def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidden: bool = False) -> str:
-    """A comparison for speed.
-
-    Args:
-        trial: the challenger.
-        incumbent: what it was compared with.
-        found: what it gains.
-        adopted: whether it takes the incumbent's place.
-        hidden: whether it would have, had measurements of the same setting agreed.
-    """
+    """A comparison for speed; `hidden`: it would have won, had measurements of the same setting agreed."""
     what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"
     if adopted:
         noise = found.needed > LEAST_GAIN
@@ -206,16 +170,10 @@ def other_best(
     is_start: bool,
     was_before: bool,
 ) -> str:
-    """What a training does where other settings are the best so far, without a full stop.
+    """The step when other settings are the best so far, without a full stop.
 
-    Args:
-        incumbent: those.
-        before: the best until now.
-        gain: of the one.
-        had: of the other.
-        is_first: nothing was heard of the search before, which began elsewhere than the training.
-        is_start: the search began from them.
-        was_before: they were the best before that.
+    `gain` and `had` are the gains of the new and the old best. `is_first`: nothing was known of the search, which began
+    elsewhere than the training; `is_start`: the search began from the new best; `was_before`: it was the best earlier.
     """
     what, why = "adopts", ""
     if gain is not None and gain.share > 0:
@@ -280,13 +238,10 @@ def void(trial: Trial, challenger: Trial, times: int, reason: str) -> str:
 
 
 def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = (), uncompared: int = 0) -> str:
-    """What may be said of the settings where the first one is the best; without a full stop.
+    """The result when the first setting is the best; without a full stop.
 
-    Args:
-        measured: whether anything was.
-        tried: how many settings were measured, aborted or crashed, beside the one that the search began with.
-        kinds: of the decisions.
-        uncompared: how many of those that were tried were measured and not decided about.
+    `tried` counts settings that were measured, aborted or crashed, without the first; `uncompared` those of them that
+    were measured without a decision.
     """
     if "adopt" in kinds and "rollback" in kinds:
         return "What had been adopted was rolled back"
@@ -309,22 +264,12 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = (), 
 
 
 def patience(misses: int) -> str:
-    """Nothing faster was found for a while.
-
-    Args:
-        misses: settings in a row that were measured, cut short, crashed or given up, and not adopted for their speed.
-    """
+    """Nothing faster was found for a while: `misses` settings in a row were not adopted for their speed."""
     return f"The last {misses} settings that were tried were not adopted for their speed."
 
 
 def enough(made: int, most: int, needed: int) -> str:
-    """As many measurements as there may be.
-
-    Args:
-        made: so far.
-        most: that may be made.
-        needed: for another setting.
-    """
+    """The limit on measurements is reached."""
     count, left = f"{made} of {most} measurements {'was' if made == 1 else 'were'} made", most - made
     if left <= 0:
         return f"{count}."
@@ -333,11 +278,9 @@ def enough(made: int, most: int, needed: int) -> str:
 
 
 def spent(cost: ExplorationCost, kept: float) -> str:
-    """Exploring has cost what it may, or so much that the next setting might cost too much.
+    """The cost of exploring has reached its limit, or the next setting might exceed it.
 
-    Args:
-        cost: so far, and what it may be.
-        kept: share of that which is not for settings that a search proposes.
+    `kept` is the share of the limit reserved for settings that no search proposes.
     """
     keeps = f", since {kept:.0%} is kept for the planner's settings once step times change" if kept else ""
     return (
@@ -367,31 +310,18 @@ def _what(trial: Trial, incumbent: Trial) -> str:
 
 
 def waits_for_others(waited_s: float) -> str:
-    """Why it takes long until a setting is chosen where runs share what chooses; without a full stop.
-
-    Args:
-        waited_s: for its turn.
-    """
+    """Why choosing takes long where runs share a sampler; without a full stop."""
     what = f"choosing the next setting has waited {waited_s:.0f} s for its turn"
     return f"{what}: those of other runs of this daemon come first"
 
 
 def planner_alone(why: str) -> str:
-    """What chooses settings has failed.
-
-    Args:
-        why: without a full stop.
-    """
+    """The sampler has failed; `why` has no full stop."""
     return f"The planner alone proposes settings from here on: {why}."
 
 
 def waits_for_core(waited_s: float, since: Literal["so far", "in all", "now"]) -> str:
-    """Why it takes long until a setting is chosen; without a full stop.
-
-    Args:
-        waited_s: for a core, of the process that chooses.
-        since: for all settings so far, or until the end; "now": for the one that is being chosen.
-    """
+    """Why choosing takes long: the sampler has waited `waited_s` for a core; without a full stop."""
     what, when = ("the next setting", "") if since == "now" else ("settings", f" {since}")
     return f"choosing {what} has waited {waited_s:.0f} s for a core{when}: the training and other programs take them"
 
@@ -407,15 +337,9 @@ def conclusion(
 ) -> tuple[int, str]:
     """The last words, and the level that they are logged with: a warning where no setting could be tried.
 
-    Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did.
-
-    Args:
-        search: that is over, or was ended; None: it had not begun.
-        count: what the run took and spent, all in all.
-        steps: that were taken since the tuner was attached.
-        begins: steps before its search begins, at least.
-        over: whether the search came to its end, or was given up with a reason.
-        waited_s: for how long what chooses settings has waited for a core.
+    Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did. `steps`
+    are counted since the tuner was attached, `begins` is the least number before the search; `over` is False where the
+    search was given up with a reason; `search` is None if it had not begun.
     """
     took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
     early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
@@ -468,14 +392,7 @@ def _gained(gain: Gain | None, nothing: str, since: int = 0, over: str = "") -> 
 
 
 def counted_alone(incumbent: Setting | None, gain: Gain | None, count: Count, record: str | None) -> str:
-    """The last words of a training whose daemon is gone: what it knows itself.
-
-    Args:
-        incumbent: the best setting that it heard of; None: there was no search.
-        gain: of it; None: it is what the search began from.
-        count: what this process took and spent.
-        record: the run in the store; None: it is not known that anything was written down.
-    """
+    """The last words of a training whose daemon is gone, from what its own process counted."""
     gone = "The daemon does not answer any more"
     if incumbent is None:
         return f"zftune tuned nothing: no search had begun. {gone}."

@@ -40,12 +40,8 @@ _BEST = 5  # settings at least that are compared with all
 
 
 def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
-    """Write a study for each run: parameters are the knobs that vary, the value is the median step time, ms.
-
-    Args:
-        store: where the runs are.
-        path: of a new SQLite file.
-        key: only runs of its model on its hardware.
+    """Write a study for each run (of `key`, if given) to a new SQLite file: parameters are the knobs that vary, the
+    value is the median step time, ms.
 
     Returns:
         How many studies there are.
@@ -110,11 +106,7 @@ def _about(run: RunRecord) -> dict[str, Any]:
 
 
 def distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
-    """Of the knobs that vary, over what was tried.
-
-    Args:
-        settings: knobs.
-    """
+    """Distributions of the knobs that vary, over the settings tried."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     found: dict[str, BaseDistribution] = {}
@@ -160,10 +152,6 @@ def _frozen(
 
 def importances(settings: Sequence[Mapping[str, Any]], step_ms: Sequence[float]) -> dict[str, float] | None:
     """PED-ANOVA: how much the fastest settings differ from all that are known, by knob.
-
-    Args:
-        settings: knobs.
-        step_ms: of each, measured or predicted.
 
     Returns:
         Shares of 1, the largest first, of the knobs that vary; None: too few settings, or none of them matters.

@@ -67,22 +67,14 @@ class StepMessages:
 
 
 def room(ranks: int) -> torch.Tensor:
-    """For what all say, uint8: with `fill` each rank writes its own part, and the bytes' maxima are everybody's.
-
-    Args:
-        ranks: their number.
+    """The room for all ranks' words, uint8: with `fill` each rank writes its own part, and the bytes' maxima are
+    everybody's.
     """
     return torch.zeros(ranks * _WORD.size + MOST_TALK_BYTES, dtype=torch.uint8)
 
 
 def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage | None = None) -> None:
-    """Write a rank's part.
-
-    Args:
-        room: zeros.
-        rank: that says it.
-        word: of the rank.
-        talk: of rank 0; None: of another rank.
+    """Write a rank's part into a room of zeros; `talk` is rank 0's alone.
 
     Raises:
         ValueError: it is too long.
@@ -100,11 +92,7 @@ def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage |
 
 
 def read(room: torch.Tensor) -> StepMessages:
-    """What all have said.
-
-    Args:
-        room: as everybody has filled it.
-    """
+    """The words of all ranks, from a room that all have filled."""
     whole = room.numpy().data
     begin = len(whole) - MOST_TALK_BYTES
     words = [
@@ -127,10 +115,8 @@ class UnheardError(Exception):
 
 
 class RankChannel:
-    """Carries words over torch.distributed's default group; all ranks make it at the same time.
-
-    Args:
-        patience_s: how long to wait for a rank that is not there.
+    """Carries words over torch.distributed's default group; all ranks make it at the same time. Waits `patience_s` for
+    an absent rank.
 
     Raises:
         BadInputError: not all ranks have come, or there is no way to talk to them.
@@ -181,11 +167,7 @@ class RankChannel:
             raise UnheardError(_line(error)) from error
 
     def agree(self, *, well: bool) -> bool:
-        """Whether all ranks are well; waits for them.
-
-        Args:
-            well: whether this one is.
-        """
+        """Whether all ranks are well; waits for them."""
         asked = torch.tensor([int(well)])
         try:
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MIN, group=self._group)
@@ -212,11 +194,7 @@ class RankChannel:
 
 
 def hosts_of_ranks(group: Any = None) -> list[str]:
-    """The names of the machines that ranks are on, by rank; to be called on all of them.
-
-    Args:
-        group: of torch.distributed; None: its default.
-    """
+    """The names of the machines of the ranks, by rank; to be called on all of them. `group` None: torch's default."""
     names: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(names, socket.gethostname(), group=group)
     return names

@@ -30,12 +30,8 @@ _logger = logging.getLogger("zftune")
 
 
 class KnobConsensus(Changes):
-    """One rank's part of it. Every step calls `hear` and `say`, on all ranks, until it is over.
-
-    Args:
-        optimizer: that trains.
-        exchange: carries words.
-        on_change: told of every change on this rank.
+    """One rank's part of it. Every step calls `hear` and `say`, on all ranks, until it is over. `on_change` gets every
+    change of this rank.
     """
 
     def __init__(self, optimizer: ZenFlowOptimizer, exchange: RankChannel, on_change: Change | None = None) -> None:
@@ -103,11 +99,7 @@ class KnobConsensus(Changes):
         self._applied, self._loaded = None, True
 
     def close(self, most_s: float) -> None:
-        """At the end of the process: nothing changes any more, but others may still listen.
-
-        Args:
-            most_s: longest that this may take.
-        """
+        """At the end of the process: nothing changes any more, but others may still listen, for `most_s` at most."""
         self.over = True
         self._exchange.close(most_s)
 

@@ -32,12 +32,7 @@ _LEASE_SPARE = 3.0  # a measurement takes no longer than so many times what is e
 
 
 class StoreRecorder:
-    """One run's trials, measurements and decisions.
-
-    Args:
-        store: open.
-        run: begun or resumed.
-    """
+    """One run's trials, measurements and decisions."""
 
     def __init__(self, store: Store, run: Run) -> None:
         self.notices: list[str] = []
@@ -90,23 +85,18 @@ class StoreRecorder:
         return self._account
 
     def follow(self, counted: Callable[[], Count], process: str = "") -> None:
-        """Keep the account with every row from now on.
-
-        Args:
-            counted: what the process that trains has counted so far.
-            process: which that is; "": this one, whose count is kept beside the rows as well.
+        """Keep the account with every row from now on. `process` names the counting process; "": this one, whose count
+        is kept beside the rows as well.
         """
         self._process, self._counted = process or self._run.token, counted
         if not process and self._heart is None:
             self._heart = Heart(self._store.pulse(self._run), counted)
 
     def resume(self, search: Search, rate: float | None = None, *, is_another: bool = False) -> Followed:
-        """Bring a new search to where the store says that this run's was; its first request is the incumbent.
+        """Bring a new search to the stored state of this run; its first request is the incumbent.
 
-        Args:
-            search: new.
-            rate: the learning rate of the training that goes on, at its highest; None: not known.
-            is_another: that training begins with its first step, so that earlier ones' curve is none of its own.
+        `rate` is the highest learning rate of the training that continues. `is_another`: it begins with its first step,
+        so its loss curve is its own.
 
         Raises:
             StoreError: the store could not be read or written.
@@ -199,11 +189,7 @@ class StoreRecorder:
         self._decisions(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
-        """Write down what somebody asked for that the search has no part in. May be called from any thread.
-
-        Args:
-            kind: what they asked for.
-            by: who asked for it, in words.
+        """Record a command that does not concern the search. May be called from any thread.
 
         Raises:
             ZftuneError: it could not be written.
@@ -222,21 +208,14 @@ class StoreRecorder:
         return next((one for one in decisions if one.kind == kind), None)
 
     def put_away(self, trial: int) -> None:
-        """Write down that a trial which was in flight does not run any more.
-
-        Args:
-            trial: its number.
-        """
+        """Record that a trial which was in flight no longer runs."""
         if self.notices or trial >= len(self._ids):
             return
         with noting(self.notices):
             self._store.mark_planned(self._run, self._ids[trial])
 
     def renew(self, lease_s: float) -> None:
-        """Say that the run lives.
-
-        Args:
-            lease_s: for so long.
+        """Extend the run's lease by `lease_s`.
 
         Raises:
             ZftuneError: it could not be written.
@@ -253,12 +232,7 @@ class StoreRecorder:
         self._end(self._store.interrupt_run)
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
-        """Say goodbye.
-
-        Args:
-            search: as it ended.
-            unfinished: it was not over: the run is there to be resumed.
-        """
+        """Close the run; `unfinished`: the search was not over, so it can be resumed."""
         if not self.notices:
             with noting(self.notices):
                 self._trials(search)

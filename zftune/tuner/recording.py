@@ -65,16 +65,7 @@ class RunFacts:
     def of(
         cls, module: nn.Module, dtype: dtype, *, micro_batch: int, sequence: int, name: str | None = None, **more: Any
     ) -> RunFacts:
-        """Of a model that is in this process.
-
-        Args:
-            module: the model.
-            dtype: that it trains in.
-            micro_batch: sequences of a rank's pass.
-            sequence: tokens of each.
-            name: of the model.
-            more: as the class takes them.
-        """
+        """Facts of a model in this process: sequences of a rank's pass, and tokens of a sequence."""
         from zftune.telemetry.fingerprint import model_id, recomputes
 
         parameters = list(module.parameters())
@@ -100,11 +91,7 @@ class MachineInfo:
 
     @classmethod
     def now(cls, rig: str | None = None) -> MachineInfo:
-        """Of this process.
-
-        Args:
-            rig: name of the emulated accelerator.
-        """
+        """This process's machine, or the emulated accelerator `rig` on it."""
         from zftune.telemetry import hardware, hw_id, software
 
         machine, found = hardware(), software()
@@ -116,14 +103,7 @@ class MachineInfo:
 
 
 class Recording:
-    """One run. Nothing that the store cannot do is an error here: it is a sentence in `notices`.
-
-    Args:
-        store: open.
-        facts: of the run.
-        quality: what the user asked for.
-        here: where it trains; None: in this process.
-    """
+    """One run. Nothing that the store cannot do is an error here: it is a sentence in `notices`."""
 
     def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
         self.notices = list(store.notices)
@@ -171,12 +151,7 @@ class Recording:
             return None
 
     def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
-        """The newest run of a search, if it was not finished.
-
-        Args:
-            knobs: what the training begins with.
-            settings: of the search.
-        """
+        """The newest run of a search, if it was not finished."""
         try:
             return self._store.unfinished_run(self.key, knobs, settings)
         except StoreError as error:
@@ -218,12 +193,9 @@ class Recording:
             return None
 
     def known(self, run_id: str) -> RunRecord | None:
-        """A run whose training lives, and which is there to be gone on with; None: there is none such.
+        """A run whose training lives and which can be resumed, or None.
 
         Nothing that was in flight crashed: the training was not asked for it yet, or survived it.
-
-        Args:
-            run_id: which.
         """
         try:
             found = next((one for one in self._store.runs() if one.run_id == run_id and one.key == self.key), None)
@@ -237,13 +209,9 @@ class Recording:
     def resume(
         self, run: RunRecord, search: Search, learning_rate: float | None = None, *, is_another: bool = False
     ) -> StoreRecorder | None:
-        """Go on with a run.
+        """Continue a run with a new search that has the old one's arguments; it is brought to the old one's state.
 
-        Args:
-            run: which.
-            search: new, with the arguments of the one that ended; brought to where that was.
-            learning_rate: of the training that goes on; None: not known.
-            is_another: another training goes on with it, from its first step: its loss curve is its own.
+        `is_another`: another training continues it from its first step, with a loss curve of its own.
 
         Returns:
             Where it is written down; None where it could not be gone on with: `search` is of no use then.
@@ -267,12 +235,10 @@ class Recording:
         return recorder
 
     def bound(self, search: Search, here: Space, own: Setting | None) -> str:
-        """Have updates come earlier before a training goes on with the best settings, whose weights may move further.
+        """Make updates come earlier before a training continues with the best settings, if its weights may move
+        further.
 
-        Args:
-            search: of the run, brought to where it was.
-            here: how far weights move in a step of this training, if that was measured.
-            own: what it begins with, where that was not measured and another training found the best; None: that holds.
+        `own` is the setting it begins with, where the movement was not measured and another training found the best.
 
         Returns:
             What takes the place of the best settings so far, and why, a sentence; "": they hold.
@@ -302,16 +268,11 @@ class Recording:
         run_id: str | None = None,
         unsearched: Mapping[str, Any] | None = None,
     ) -> StoreRecorder | None:
-        """Write down that the search begins; None where the store takes nothing.
+        """Add the run of a new search; None if the store takes nothing.
 
-        Args:
-            search: of the run.
-            knobs: what the training began with; by default what the search begins from.
-            settings: of the search: what a run must share to go on with it; by default `search_settings`.
-            stake: the name of the preset that is measured again, and its setting.
-            learning_rate: of the training, at its highest; None: not known.
-            run_id: see `zftune.store.runs.Runs.begin_run`.
-            unsearched: what the training's configuration sets besides (`zftune.tuner.space.unsearched`).
+        `knobs` default to what the search begins from, `settings` (what a run must share to continue this one) to
+        `search_settings`. `stake` is the preset that is measured again: its name and setting. `run_id`: see
+        `zftune.store.runs.Runs.begin_run`. `unsearched`: see `zftune.tuner.space.unsearched`.
         """
         knobs = search.book.trials[0].setting.knobs() if knobs is None else knobs
         space = search.book.space
@@ -338,12 +299,7 @@ class Recording:
         return self.recorder
 
     def finish(self, search: Search, *, unfinished: bool = False) -> None:
-        """Say goodbye, and keep what was proven as a preset.
-
-        Args:
-            search: as it ended.
-            unfinished: it ended before it was over; a later run may go on with it.
-        """
+        """Close the run and keep the proven setting as a preset; `unfinished`: a later run may resume it."""
         if self.recorder is None:
             return
         self.recorder.finish(search, unfinished=unfinished)
@@ -356,12 +312,7 @@ class Recording:
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
-        """Do the same for a training that waits; whether it was done, which takes a server some seconds at most.
-
-        Args:
-            search: as it ended.
-            unfinished: it ended before it was over.
-        """
+        """`finish` for a training that waits: a server takes some seconds at most; whether it succeeded."""
         if not self._store.is_server:
             self.finish(search, unfinished=unfinished)
             return True
@@ -372,22 +323,14 @@ class Recording:
         return not thread.is_alive()
 
     def keep_preset(self, search: Search) -> None:
-        """Keep the incumbent as a preset, if it has proven itself.
-
-        Args:
-            search: at any time at which nobody thinks.
-        """
+        """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
         try:
             self._keep_preset(search)
         except (StoreError, ValueError) as error:
             self.notices.append(f"The settings were not kept as a preset: {error}.")
 
     def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
-        """Somebody does not want a setting any more: no preset of this key proposes it.
-
-        Args:
-            setting: which.
-            why: they do not.
+        """Withdraw a setting from every preset of this key.
 
         Raises:
             StoreError: it could not be written.
@@ -448,24 +391,14 @@ class Recording:
 
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
-    """What a run must share to be gone on with: all that a search follows from but what is measured.
-
-    Args:
-        options: of the search.
-        space: of the search.
-    """
+    """All that a search follows from except measurements: a run must share it to be resumed."""
     names = ("seed", "sampler", "most_measurements", "patience")
     dimensions = {one.name: list(one.choices) for one in space.dimensions}
     return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:
-    """Whether a preset's setting stood its comparisons; None: there were none that tell.
-
-    Args:
-        search: that is over.
-        setting: the preset's.
-    """
+    """Whether a preset's setting won its comparisons in a search that is over; None: none was decisive."""
     book = search.book
     trial = book.trials[0] if book.trials[0].setting == setting else book.find(setting)
     if trial is None:

@@ -60,18 +60,11 @@ def measurement_row(
     at_s: float | None = None,
     stopped: str | None = None,
 ) -> Measurement:
-    """What the store keeps of an outcome, all of it.
+    """An outcome as a row of the store.
 
-    Args:
-        request: what was asked for.
-        outcome: what came of it.
-        sequence: how many outcomes of the search came before.
-        began_unix_s: wall clock.
-        life: how often the run was resumed before.
-        cost: what the search had spent before it was told, and in how long.
-        trials: how many were written down before it.
-        at_s: how long the run had taken when it ended; None: nobody counts that.
-        stopped: why the search had ended before it was asked for; None: it had not.
+    `sequence` counts the search's outcomes before it, `life` the run's resumptions, `trials` the trials stored before
+    it; `cost` is what the search had spent, and in how long, both in s; `at_s` is the run's time at its end; `stopped`
+    why the search had ended before the request.
     """
     sample = Sample.of(outcome.steps_ms, request.setting.update_interval, outcome.tokens)
     token_us, mad_us = describe(sample) if sample.token_us else (0.0, None)
@@ -123,15 +116,10 @@ def rebuild(
     measurements: Mapping[int, Sequence[Measurement]],
     decisions: Sequence[Decision] = (),
 ) -> Followed:
-    """Bring a new search to where the rows say it was; it then asks what the old one would have asked.
+    """Bring a new search to the state of the rows; it then asks what the old one would have asked.
 
     Where training was ended and went on, the incumbent was measured again (see `Search.begin_again`), here as there.
-
-    Args:
-        search: new, with the arguments of the one that wrote the rows.
-        trials: of its run, in order.
-        measurements: by the trials' ids.
-        decisions: of its run, in order: what no measurement tells of, and what was adopted where one does not follow.
+    `measurements` are by trial id; trials and decisions are in order.
 
     Raises:
         ZftuneError: the run began with another setting.
@@ -208,11 +196,7 @@ def _repeat(search: Search, trials: Sequence[TrialRecord]) -> None:
 
 
 def lives(measurements: Mapping[int, Sequence[Measurement]]) -> int:
-    """In how many lives of a run something was measured.
-
-    Args:
-        measurements: of its trials.
-    """
+    """In how many lives of a run something was measured."""
     return 1 + max((one.aggregates["life"] for rows in measurements.values() for one in rows), default=-1)
 
 
@@ -322,12 +306,7 @@ def _keep(search: Search, trial: Trial, told: Told) -> None:
 
 
 def _agrees(search: Search, trials: Sequence[TrialRecord]) -> bool:
-    """Whether the settings that it went on to by itself are those of the rows, which hold in any case.
-
-    Args:
-        search: that was told something.
-        trials: the rows of what it has thought of since.
-    """
+    """Whether the settings that it went on to by itself are those of the rows, which hold in any case."""
     others = [row for row in trials if search.book.trials[row.number].setting != Setting.from_knobs(row.knobs)]
     for row in others:
         search.book.replace(_trial(search, row))

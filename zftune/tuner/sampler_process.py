@@ -55,7 +55,6 @@ class SamplerProcess:
     """The process, as its parent sees it. One thread asks at a time; any may close it.
 
     Args:
-        answer_s: seconds that an answer may take.
         share: of a core that it may use once it has loaded: what it uses is missing elsewhere where cores are few.
         gives_way: whether it has a low priority; not where time is simulated and so waits.
         core_wait_s: how long a process has waited for a core; None: that is not known.
@@ -154,12 +153,7 @@ class SamplerProcess:
             self.ask(_rest, self._share)
 
     def ask(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """What a function of a module returns there.
-
-        Args:
-            function: picklable, as its arguments and its result have to be.
-            args: of it.
-            named: of it.
+        """The result of a module's function, called there; function, arguments and result must be picklable.
 
         Raises:
             SamplerError: it failed, took too long, or cannot be sent.

@@ -50,12 +50,7 @@ class Load:
 
     @classmethod
     def of(cls, steps: Sequence[StepStats], module: nn.Module) -> Load:
-        """From a warm-up.
-
-        Args:
-            steps: of it.
-            module: that trains.
-        """
+        """From the steps of a warm-up."""
         busy = [busy_ms(one) for one in steps if one.step_ms and one.stall_ms is not None]
         return cls(
             elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
@@ -76,10 +71,6 @@ def ratios_of(load: Load, rates: Rates) -> Ratios | None:
 
     They are those of the whole model, of ranks that share it of each one's rows, whatever share of it the steps had on
     the host.
-
-    Args:
-        load: what the steps of the warm-up showed.
-        rates: of the planner; the link's are measured before the training.
     """
     compute_ms = rates.compute_ms if load.busy_ms is None else load.busy_ms
     elements = load.elements / rates.ranks
@@ -126,12 +117,8 @@ class Pace:
 
 
 def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
-    """The rates of a machine, and the compute of a step, after a change.
-
-    Args:
-        rates: before it.
-        before: what a setting showed then; None: nothing is known.
-        now: what the same setting shows.
+    """The rates of a machine, and the compute of a step, after a change that moved a setting's pace from `before` to
+    `now`.
     """
     if before is None:
         return rates
@@ -152,19 +139,12 @@ def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
     )
 
 
-def differs(before: Sequence[Sample], sample: Sample, *, seed: int, least: float = OTHER_TIMES) -> bool:
-    """Whether a measurement of the incumbent belongs to other times than those before it.
-
-    Args:
-        before: its measurements so far.
-        sample: the new one.
-        seed: of the bootstrap.
-        least: share of the time.
-    """
+def differs(before: Sequence[Sample], sample: Sample, *, seed: int) -> bool:
+    """Whether a measurement of the incumbent differs from those before it by more than `OTHER_TIMES`, a share."""
     if not before:
         return False
     found = gain(before, [sample], seed=seed)
-    return abs(found.share) > max(least, 2 * found.error)
+    return abs(found.share) > max(OTHER_TIMES, 2 * found.error)
 
 
 def _factor(now: float | None, before: float | None) -> float:
@@ -193,12 +173,7 @@ Array = NDArray[np.float64]
 
 
 def steps_of(interval: int, least: int = LEAST_STEPS) -> int:
-    """Steps of a measurement: whole windows, at least two of them.
-
-    Args:
-        interval: S, steps of a window.
-        least: steps at least.
-    """
+    """Steps of a measurement: whole windows of `interval` steps (S), at least two of them."""
     return interval * max(2, -(-least // interval))
 
 
@@ -213,13 +188,7 @@ class Sample:
 
     @classmethod
     def of(cls, steps_ms: Sequence[float], interval: int, tokens: int) -> Sample:
-        """From steps; those of a window that is not whole are left out.
-
-        Args:
-            steps_ms: of a measurement, in order, from the first step of a window on.
-            interval: S.
-            tokens: of a step.
-        """
+        """From steps in order, the first of a window first; an incomplete last window is left out."""
         whole = len(steps_ms) // interval * interval
         return cls(tuple(1e3 * step / tokens for step in steps_ms[:whole]), interval)
 
@@ -299,13 +268,9 @@ def spread(samples: Sequence[Sample]) -> float | None:
 def gain(
     before: Sequence[Sample], after: Sequence[Sample], *, seed: int, repeats: Sequence[Sequence[Sample]] = ()
 ) -> Gain:
-    """How much faster `after` is than `before`.
+    """How much faster `after` is than `before`, each measurements of one setting.
 
-    Args:
-        before: measurements of one setting.
-        after: measurements of another one.
-        seed: of the bootstrap.
-        repeats: measurements of the same setting each, which say how far such differ; none: only steps are noise.
+    `repeats`: measurements of the same setting each, which show how far such differ; none: only steps are noise.
     """
     left = score(after) / score(before)
     between = math.sqrt(_variance_between(repeats, seed=seed) * (1 / len(before) + 1 / len(after)))
@@ -314,11 +279,8 @@ def gain(
 
 
 def relative_error(samples: Sequence[Sample], *, seed: int) -> float:
-    """Standard error of a score as a share of it, by resampling what steps differ from their place's median by.
-
-    Args:
-        samples: measurements of one setting, of two windows or more.
-        seed: of the bootstrap.
+    """Standard error of a score as a share of it, by resampling the deviations of steps from their place's median.
+    Needs two windows.
     """
     windows = _joined(samples)
     error = float(np.std(_resampled(windows, np.random.default_rng(seed)), ddof=1)) / _score(windows)
@@ -326,14 +288,10 @@ def relative_error(samples: Sequence[Sample], *, seed: int) -> float:
 
 
 def error_of_mean(values: Sequence[float], interval: int) -> float | None:
-    """Standard error of the mean of `values`, one for each step; None where there are fewer than two.
+    """Standard error of the mean of `values`, one for each step in order; None where there are fewer than two.
 
-    Steps of a window differ by their place in it, which is no noise. Where there are not two whole windows all steps
-    are taken as alike, which gives a larger error.
-
-    Args:
-        values: in the order of the steps.
-        interval: S.
+    Steps of a window of `interval` steps differ by their place in it, which is no noise. Where there are not two whole
+    windows all steps are taken as alike, which gives a larger error.
     """
     if len(values) < 2:
         return None
@@ -346,38 +304,26 @@ def error_of_mean(values: Sequence[float], interval: int) -> float | None:
     return math.sqrt(variance / len(values)) * _of_correlation([(left / np.where(widths > 0, widths, 1.0)).ravel()])
 
 
-def steps_for(noise: float | None, interval: int, *, error: float = 0.01, most: int = MOST_STEPS) -> int:
-    """Steps of a comparison's measurement, so that the gain's standard error is about `error`.
+def steps_for(noise: float | None, interval: int) -> int:
+    """Steps of a comparison's measurement, so that the gain's standard error is about 1%; filling a window up may
+    exceed `MOST_STEPS`.
 
-    Args:
-        noise: relative standard deviation of single steps; None: not known.
-        interval: S.
-        error: wanted.
-        most: steps, but for filling up windows.
+    `noise` is the relative standard deviation of single steps; None: not known.
     """
     of_median = 1.2533  # standard error of a median over that of a mean, for a normal distribution
-    wanted = math.inf if noise is None else 1.5 * (of_median * noise / error) ** 2  # two measurements against one
-    return steps_of(interval, round(min(most, max(LEAST_STEPS, wanted))))
+    wanted = math.inf if noise is None else 1.5 * (of_median * noise / 0.01) ** 2  # two measurements against one
+    return steps_of(interval, round(min(MOST_STEPS, max(LEAST_STEPS, wanted))))
 
 
 def too_slow(steps_ms: Sequence[float], interval: int, incumbent_step_ms: float) -> float | None:
-    """The abort rule: how many times the incumbent's the score of the windows so far is; None: at most 1.5 times.
-
-    Args:
-        steps_ms: as of `step_ms_of`.
-        interval: S.
-        incumbent_step_ms: a step's time.
-    """
+    """The abort rule: how many times the incumbent's the score of the windows so far is; None: at most 1.5 times."""
     step_ms = step_ms_of(steps_ms, interval)
     return None if step_ms is None or step_ms <= ABORT_FACTOR * incumbent_step_ms else step_ms / incumbent_step_ms
 
 
 def step_ms_of(steps_ms: Sequence[float], interval: int) -> float | None:
-    """What a step takes in the median over whole windows; None: fewer than 8 steps, of which single ones may be slow.
-
-    Args:
-        steps_ms: from any step on.
-        interval: S.
+    """Median step time over whole windows of S = `interval` steps; None: fewer than 8 steps, of which single ones may
+    be slow.
     """
     whole = len(steps_ms) // interval * interval
     if whole < _LEAST_ABORTED:
@@ -386,12 +332,9 @@ def step_ms_of(steps_ms: Sequence[float], interval: int) -> float | None:
 
 
 def departure(steps_ms: Sequence[float], interval: int, usual_ms: float) -> float | None:
-    """Whether the last windows are all slower, or all faster, than is usual; their mean's factor, or None.
+    """The factor by which the last windows' mean differs from `usual_ms` if all are slower, or all faster; else None.
 
-    Args:
-        steps_ms: from the first step of a window on.
-        interval: S.
-        usual_ms: a step's time.
+    `steps_ms` begin with the first step of a window.
     """
     count = max(_LEAST_WINDOWS, -(-_DEPARTED_STEPS // interval))
     windows = len(steps_ms) // interval
@@ -447,9 +390,6 @@ def _of_correlation(series: Sequence[Array]) -> float:
     """By how much errors grow where neighbours are alike: sqrt((1 + r) / (1 - r)), as for an AR(1) process.
 
     An estimate of r from few steps is too small by about (1 + 4 r) / n (Kendall 1954), which is put right.
-
-    Args:
-        series: [steps] what the steps of each measurement differ from the usual by, in order.
     """
     centred = [one - one.mean() for one in series]
     power = sum(float((one**2).sum()) for one in centred)
@@ -488,13 +428,7 @@ class ExplorationCost:
     _changes_s: deque[float] = field(default_factory=lambda: deque(maxlen=_NEWEST_CHANGES))
 
     def add(self, seconds: float, steps: int, incumbent_step_s: float | None) -> None:
-        """Count time that passed.
-
-        Args:
-            seconds: of all steps, discarded ones too.
-            steps: how many.
-            incumbent_step_s: of the incumbent; None: it is the incumbent that ran.
-        """
+        """Count time of steps, discarded ones too; `incumbent_step_s` None: the incumbent itself ran."""
         self.elapsed_s += seconds
         if incumbent_step_s is not None:
             self.spent_s += max(0.0, seconds - steps * incumbent_step_s)
@@ -561,12 +495,7 @@ class ChangePoint:
         return True
 
     def add_all(self, steps_ms: Sequence[float], interval: int) -> bool:
-        """Take in the whole windows of steps; whether times have changed in one of them.
-
-        Args:
-            steps_ms: in order, from the first of a window on.
-            interval: S.
-        """
+        """Take in the whole windows of steps, from the first of a window; whether times have changed in one of them."""
         windows = (steps_ms[begin : begin + interval] for begin in range(0, len(steps_ms) - interval + 1, interval))
         changes = [self.add(sum(window) / interval) for window in windows]  # all of them are taken in
         return any(changes)

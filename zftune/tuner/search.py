@@ -76,11 +76,7 @@ class Search:
     """A search over a space.
 
     Args:
-        space: what may be proposed.
-        start: what runs now: the first incumbent.
-        forecast: the planner's prediction for a setting.
         planned: the planner's own choice, and what it would try beside it; best first.
-        options: how it goes on.
         planning: the planner, to be asked again where times have changed; None: it is not asked again.
     """
 
@@ -134,22 +130,16 @@ class Search:
         self.notes.append(Decision("remark", remark.reason, None, {AT_S: remark.at_s}, remark.step, remark.at_unix_s))
 
     def stop(self, reason: str, *, final: bool = False, **about: str | bool) -> None:
-        """End the search; the incumbent stays.
-
-        Args:
-            reason: a sentence.
-            final: it does not begin again where step times change.
-            about: what the sentence is made from, such as who asked for it.
+        """End the search; the incumbent stays. `final`: it does not resume if step times change. `about` is the data of
+        the sentence `reason`.
         """
         self._note("stop", reason, self.book.incumbent.number, **({"final": 1.0} if final else {}), **about)
         self.state = Stopped(reason, final=final)
 
     def roll_back(self, by: str, reason: str = "") -> None:
-        """End the search with the incumbent before the last one; that one is barred from now on.
+        """End the search with the incumbent before the last one; the last is barred from now on.
 
-        Args:
-            by: who asked for it, in words.
-            reason: a sentence that was made before.
+        `by` names the requester; `reason` is a stored sentence.
         """
         barred = self.book.roll_back()
         about = {"by": by, "barred": str(barred.setting)}
@@ -267,12 +257,9 @@ class Search:
         return Comparing(trial.number, purpose, steps)
 
     def resume_choice(self, trial: int, role: str, stopped: str | None = None) -> None:
-        """Take a choice from the store's rows: nothing is asked again.
+        """Take the choice of a trial from the store's rows without repeating it.
 
-        Args:
-            trial: what was chosen.
-            role: for what.
-            stopped: why the search had ended, and only looked at step times; None: it had not.
+        `stopped`: why the search had ended and only watched step times; None: it had not.
         """
         ended = stopped or self._enough() if role == "hold" else ""
         if role == "explore":
@@ -296,12 +283,9 @@ class Search:
         self._note("resume", messages.resumed(self.measurements), None)
 
     def go_on_with(self, trial: Trial, reason: str, **about: float) -> None:
-        """Make a trial the incumbent whose updates come earlier.
+        """Make a trial of the book whose updates come earlier the incumbent.
 
-        Args:
-            trial: of the book.
-            reason: a sentence.
-            about: `LIFE`, where no measurement tells of it, and `LATE`, where what comes later is to be tried again.
+        `about` has `LIFE`, where no measurement tells of it, and `LATE`, where what comes later is to be tried again.
         """
         trial.pace = self.book.incumbent.pace
         self.book.go_back_to(trial)

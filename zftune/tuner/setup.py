@@ -59,12 +59,9 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What a search is wanted for.
+    """The request for a search.
 
     Args:
-        own: the knobs that the user has.
-        space: what may be proposed.
-        options: of the search.
         ratios: for presets of other machines; None: none of these.
         least_ratio: offload ratio at least: a lower one takes more GPU memory.
         fresh: neither preset nor earlier run.
@@ -99,12 +96,9 @@ class _Choice:
 
 
 def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Prepared:
-    """Begin a search, or go on with one that was not finished.
+    """Begin a search, or resume an unfinished one; `make` is called again if an earlier one cannot be resumed.
 
-    Args:
-        recording: of the run; None: there is no store.
-        wanted: what it is wanted for.
-        make: makes it; more than once where an earlier one cannot be gone on with.
+    `recording` is None if there is no store.
     """
     own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
     if recording is None:
@@ -201,11 +195,9 @@ def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NoForecast:
-    """Stands for the planner where nothing can be predicted: every setting takes as long as the first, until measured.
+    """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured.
 
     Args:
-        step_ms: of the first.
-        start: the first.
         has_memory: whether there is device memory that others may need more of.
     """
 
@@ -225,11 +217,7 @@ class Preparation:
     """Makes a search in the process that trains; made before training begins (see `zftune.tuner.training_info.Reader`).
 
     Args:
-        optimizer: that trains.
-        wishes: of the user.
         store: gives the open store, in the thread that prepares; None: nothing is remembered.
-        sampler_process: where the planner works.
-        company: ranks that it trains with.
         name: of the model; None: that of its class.
     """
 
@@ -251,11 +239,7 @@ class Preparation:
         return self.reader.notices
 
     def prepare(self, seen: WarmupStats) -> Prepared:
-        """Make the search; may be called from any thread.
-
-        Args:
-            seen: in the warm-up.
-        """
+        """Make the search from the warm-up; may be called from any thread."""
         store = None if self._store is None else self._store()
         return prepare(self.reader.facts(seen), store, self._sampler_process, self.notices)
 
@@ -267,14 +251,10 @@ def prepare(
     notices: list[str],
     run_id: str | None = None,
 ) -> Prepared:
-    """Make the search of a training, here or where its facts were sent.
+    """Make the search of a training, in its process or in the daemon.
 
-    Args:
-        facts: of the training.
-        store: open; None: nothing is remembered.
-        sampler_process: where the planner works.
-        notices: takes sentences: what could not be had.
-        run_id: of the training, which may have been tuned before; None: it was not, and its run gets some name.
+    `notices` takes sentences about what is missing; `run_id` names a training that may have been tuned before; None: a
+    new run gets some name.
     """
     wishes, base = facts.wishes, Setting.of(facts.config)
     space = space_for(
@@ -331,15 +311,7 @@ def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[st
 
 @dataclass(slots=True)
 class Planning:
-    """The planner, asked in a process of its own.
-
-    Args:
-        forecast: of the machine as it was at the beginning.
-        space: of the search.
-        least_ratio: offload ratio at least.
-        sampler_process: the process.
-        notices: takes sentences.
-    """
+    """The planner, asked in a process of its own; the forecast is of the machine at the beginning."""
 
     forecast: PlannerForecast
     space: Space
@@ -382,21 +354,12 @@ def _usable_cores() -> float | None:
 
 
 def thread_choices(usable_cores: float | None) -> tuple[int, ...]:
-    """Choices for the host engine's threads; none: they stay.
-
-    Args:
-        usable_cores: of the process that trains; None: not known.
-    """
+    """Choices for the host engine's threads; none: they stay."""
     cores = int(usable_cores or 1)
     return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _FEW_CORES else ()
 
 
 def ratio_choices(base: Setting, *, tune_memory: bool) -> list[float]:
-    """Choices for `offload_ratio`: a lower one takes more GPU memory.
-
-    Args:
-        base: what the user has.
-        tune_memory: whether the user allows to lower it.
-    """
+    """Choices for `offload_ratio`: a lower one takes more GPU memory, and needs `tune_memory`."""
     lower = _LOWER_RATIOS if tune_memory else ()
     return sorted({*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio})

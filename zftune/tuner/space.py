@@ -206,7 +206,6 @@ class Space:
 
     Args:
         base: the user's; knobs without a dimension have its values.
-        quality: what the user asked for.
         dimensions: with more than one choice each.
         budget: most of the weighted staleness.
         coverage: of the live model; `selected_share` where it is known how far the weights move.
@@ -256,11 +255,8 @@ class Space:
                 yield setting
 
     def moving(self, movement_percent: float, rate: float | None = None) -> Space:
-        """The same where the weights move so far in a step: their movement bounds what may be late from now on.
-
-        Args:
-            movement_percent: of their norm.
-            rate: the learning rate that this is told at; None: not known.
+        """The same space with lateness bounded by the weights' movement in a step, in percent of their norm, at a
+        learning rate.
         """
         if self.fixed_because:
             return self
@@ -388,10 +384,10 @@ def _nearest(choices: Sequence[Any], value: Any) -> int:
 
 
 def feasible(space: Space) -> list[dict[str, float]] | None:
-    """How long a window may be at each k; None where k and S do not vary.
+    """Longest windows at each k, `update_interval` at the least lag and `with_any_lag` at the most; None where k and S
+    are fixed.
 
-    Args:
-        space: of a search.
+    Staleness is linear in S, so that these need not be whole.
 
     Returns:
         `update_interval`: the longest with the least lag; `with_any_lag`: the longest with the most lag. Staleness is

@@ -90,12 +90,9 @@ class Request:
     def abort_reason(
         self, discarded_ms: Sequence[float], steps_ms: Sequence[float], before_ms: float | None = None
     ) -> str | None:
-        """Why it must end before its end, after the steps so far.
+        """Why the measurement must end early, from the discarded and the counted steps so far.
 
-        Args:
-            discarded_ms: that do not count.
-            steps_ms: that count.
-            before_ms: what the incumbent's steps took right before; None: as when it was measured.
+        `before_ms`: the incumbent's steps right before; None: as when it was measured.
         """
         if self.incumbent_step_ms is None:
             return None
@@ -284,14 +281,11 @@ def gain_of(decision: Decision) -> Gain:
 
 
 class Gains(Generic[Named]):
-    """What settings gain over the one that a search began from, as far as that was measured.
+    """Gains of settings over the search's starting point, as far as they were measured.
 
     One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it was
     adopted before and has its own. What is adopted after it gains over it. Neither it nor the starting point gains over
     itself: one that comes back, by a comparison in other times, has none.
-
-    Args:
-        start: the starting point, in any form that settings are told apart by.
     """
 
     def __init__(self, start: Named) -> None:
@@ -309,11 +303,7 @@ class Gains(Generic[Named]):
         self._incumbent = setting
 
     def compare_again(self, found: Gain) -> None:
-        """Measure anew what the incumbent gains over `reference`.
-
-        Args:
-            found: what that gains over it, below 0 where it is slower.
-        """
+        """Update what the incumbent gains over `reference`; `found` is the reference's gain over the incumbent."""
         self._rows[self._incumbent] = (self.reference, ((found.reverse, self._era),))
 
     def move_to(self, setting: Named) -> None:

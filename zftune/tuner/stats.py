@@ -50,11 +50,7 @@ def stats(optimizer: Any = None) -> dict[str, float]:
 
 
 class Figures:
-    """What `stats` tells, for a reader of its own: each of them sees every step once.
-
-    Args:
-        optimizer: whose steps are told from now on.
-    """
+    """What `stats` returns, for one reader: each reader sees every step once."""
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -140,10 +140,7 @@ class Reader:
     """Knows the model and the machine; made before training begins, since on a GPU it measures the machine.
 
     Args:
-        optimizer: that trains.
-        wishes: of the user.
         remembered: whether it is looked at what a store keeps runs and presets by.
-        company: ranks that it trains with.
         name: of the model; None: that of its class.
     """
 
@@ -172,11 +169,7 @@ class Reader:
         self._machine = self._measured(device.torch_device) if self._has_memory and self._rig is None else None
 
     def facts(self, seen: WarmupStats) -> TrainingFacts:
-        """Read them; may be called from any thread.
-
-        Args:
-            seen: in the warm-up.
-        """
+        """Read them from the warm-up; may be called from any thread."""
         rig = self._rig
         # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
         shards = self._company.ranks if self._partitioned else ranks_with_rows(self._groups[0]["params"][0])

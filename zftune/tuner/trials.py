@@ -37,14 +37,7 @@ _WELL_KNOWN_SHARE = 0.25  # of the gain, where that is more
 
 
 class TrialTable:
-    """Trials by number, the first of them the starting point.
-
-    Args:
-        space: of the search.
-        forecast: the planner's prediction.
-        start: what runs now.
-        barred: settings that are never tried.
-    """
+    """Trials by number, the first of them the starting point; `barred` settings are never tried."""
 
     def __init__(
         self, space: Space, forecast: Forecaster, start: Setting, barred: Sequence[BarredSetting] = ()
@@ -104,10 +97,7 @@ class TrialTable:
     def adopt(self, trial: Trial, found: Gain, samples: Sequence[Sample]) -> None:
         """Make a trial the incumbent.
 
-        Args:
-            trial: which.
-            found: its gain.
-            samples: from the comparison; the look that singled it out was too good, on average, and is left out.
+        `samples` come from the comparison; the look that singled it out was too good, on average, and is left out.
         """
         trial.samples = list(samples)
         self.adoptions.append(Adoption(trial.number, found, self._incumbent))
@@ -115,11 +105,7 @@ class TrialTable:
         self._incumbent = trial.number
 
     def compared_again(self, trial: Trial, found: Gain) -> bool:
-        """Take from a comparison what the incumbent gains over its reference.
-
-        Args:
-            trial: that the incumbent was compared with, and kept.
-            found: what the trial gains over it.
+        """Update the incumbent's gain over its reference from a comparison with `trial`, which gained `found`.
 
         Returns:
             Whether it was so: the trial has the reference's setting.
@@ -134,9 +120,7 @@ class TrialTable:
 
         What is adopted was picked for its comparison, so that this is too good on average, the more the noisier times
         are. A gain that was found in several parts of a search has all their errors, and what the machine did between.
-
-        Args:
-            missing_s: what a trial would cost beyond what it may.
+        `missing_s` is what a trial would cost beyond its limit.
 
         Returns:
             The trial, if it may run without waiting; None also where the incumbent was compared with it before.
@@ -156,13 +140,10 @@ class TrialTable:
         return None if missing_s(trial) > 0 else self.append(trial)
 
     def roomier(self, peak_bytes: int | None) -> Setting | None:
-        """What to run where the incumbent leaves too little device memory free; None: it may go on.
+        """The setting to run if the incumbent, with a peak of `peak_bytes`, leaves too little free; None: keep it.
 
         The incumbent with the least offload ratio that is enough; where none is, the fastest by prediction of all that
         are allowed with everything offloaded, such as with fewer columns selected.
-
-        Args:
-            peak_bytes: of device memory under the incumbent's knobs; None: not measured.
         """
         limit, tight = self.device_limit_bytes, self.incumbent.setting
         if limit is None or peak_bytes is None or peak_bytes <= limit:
@@ -206,11 +187,7 @@ class TrialTable:
         self._gains.move_to(self.incumbent.setting)
 
     def restore(self, decisions: Iterable[Decision]) -> None:
-        """Take from the store what became the incumbent, and what it gains.
-
-        Args:
-            decisions: of a run, in order.
-        """
+        """Restore incumbents and their gains from a run's decisions, in order."""
         self.restore_start()
         self._gains = Gains(self.incumbent.setting)
         for one in decisions:
@@ -247,11 +224,7 @@ class TrialTable:
                 self._newest.pop(trial.setting, None)
 
     def predict_with(self, forecast: Forecaster) -> None:
-        """Judge by another prediction from now on: the machine has changed.
-
-        Args:
-            forecast: the planner's.
-        """
+        """Use another prediction from now on: the machine has changed."""
         self._forecast = forecast
         self._forecasts.clear()
 
@@ -394,11 +367,7 @@ class TrialTable:
     # --- ties --------------------------------------------------------------------------------------------------------
 
     def tie(self, tried: set[int]) -> Trial | None:
-        """A setting about as fast as the incumbent that is less stale, else takes less GPU, else less host memory.
-
-        Args:
-            tried: numbers of trials that were compared for that before.
-        """
+        """A setting about as fast as the incumbent that is less stale, else takes less GPU, else less host memory."""
         limit = score(self.incumbent.samples) * (1 + LEAST_GAIN)
         near = [
             trial
@@ -428,14 +397,7 @@ class TrialTable:
 
 
 class CandidateQueue:
-    """Settings that are still to be tried.
-
-    Args:
-        book: what is known.
-        planned: the planner's choices, best first.
-        sampler: Optuna's.
-        seed: of the questions.
-    """
+    """Settings still to be tried; `planned` are the planner's choices, best first."""
 
     def __init__(self, book: TrialTable, planned: Sequence[Setting], sampler: Sampler, seed: int) -> None:
         self.propose: Callable[..., Proposal] = propose
@@ -447,12 +409,7 @@ class CandidateQueue:
         self._plan: Callable[[], Sequence[Setting]] | None = None
 
     def suggest(self, setting: Setting, source: str) -> None:
-        """Look at a setting before all others that are planned.
-
-        Args:
-            setting: any; the planner judges it before it runs.
-            source: who proposes it.
-        """
+        """Try a setting before the planned ones; the planner judges it before it runs."""
         if setting != self._book.incumbent.setting:
             self._planned.insert(0, (setting, source))
 
@@ -466,11 +423,7 @@ class CandidateQueue:
         self._planned = [one for one in self._planned if one[0] != setting]
 
     def plan_again(self, plan: Callable[[], Sequence[Setting]]) -> None:
-        """Ask the planner anew, once the next setting is wanted: what it planned before is out of date.
-
-        Args:
-            plan: gives its choices, best first; may take seconds.
-        """
+        """Replace the plan, which is out of date, once the next setting is wanted; `plan` may take seconds."""
         self._planned = [one for one in self._planned if one[1] != "planner" or one[0] in self._again]
         self._plan = plan
 

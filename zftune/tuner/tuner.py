@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,6 @@ from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext
-from zftune.tuner.goodbye import PART_S, Goodbye
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
 from zftune.tuner.rank_consensus import KnobConsensus
 from zftune.tuner.search import Search
@@ -40,6 +41,9 @@ CONCLUDES = "concludes"
 """Attribute of the log records that say at the end what was found."""
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
+PART_S = 10.0
+"""Most time of the goodbye before a signal ends the process; the sender of a later SIGKILL waits about as long."""
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _MOST_EARLY_LOSSES = 512
 _RATES_EVERY = 16  # steps in which all groups are looked at, which may be hundreds
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
@@ -56,12 +60,8 @@ class Tuner:
     """Follows an optimizer: `attach` makes it. In a fork's child it does nothing: the training is its parent's.
 
     Args:
-        optimizer: that trains.
         driver: makes the search and thinks about it; closed with the tuner.
-        tokens: of a step.
         disturbance: says that a measurement does not count; closed with the tuner.
-        eval_fn: the staleness probe; None: there is none.
-        on_change: told of changes.
         consensus: how several ranks change knobs, and on this one tells of it; None: there is one rank.
     """
 
@@ -173,10 +173,7 @@ class Tuner:
         return self._optimizer is optimizer
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Give a step's loss to the guard; it never waits.
-
-        Args:
-            loss: a scalar on any device, or a number.
+        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits.
 
         Raises:
             BadInputError: it is more than one number.
@@ -190,10 +187,7 @@ class Tuner:
             self._losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Say that steps have another number of tokens from now on; scores are in time per token.
-
-        Args:
-            tokens: of a step.
+        """Set the tokens of a step from now on; scores are in time per token.
 
         Raises:
             BadInputError: it is no number of tokens.
@@ -216,10 +210,8 @@ class Tuner:
     def close(self, reason: str | None = None) -> None:
         """End the tuning; the incumbent's knobs stay, and what was found is written down.
 
-        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps.
-
-        Args:
-            reason: why it ends before the search is over, a sentence; None: the training has ended.
+        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps. `reason`: why
+        it ends before the search is over, a sentence; None: the training has ended.
         """
         if self._closed or self._is_elsewhere:
             return
@@ -548,11 +540,7 @@ def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
 
 
 def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
-    """A tuner of an optimizer, closed: it knows the knobs, and nothing else.
-
-    Args:
-        optimizer: that trains.
-    """
+    """A closed tuner of an optimizer: it has the knobs, and nothing else."""
     tuner = Tuner(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance())
     tuner.close()
     return tuner
@@ -564,6 +552,64 @@ def _part_all() -> None:
             tuner.part()
         except Exception:
             _logger.exception("The end of a tuning could not be written down.")
+
+
+class Goodbye:
+    """Calls `say` when a signal from outside ends this process, which then ends as before.
+
+    A handler of the program's own stays, and ignored signals stay ignored; outside the main thread no handler can be
+    set. A fork's child, such as a worker of a DataLoader, ends as it does without us.
+    """
+
+    def __init__(self, say: Callable[[], None]) -> None:
+        self._say = say
+        self._follows_forks = False
+        self._forking = threading.local()
+
+    def hear(self) -> None:
+        """From now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self._follows_forks:
+            self._follows_forks = True
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._take, after_in_child=lambda: self._take(of_child=True)
+            )
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, self._end_by)
+
+    def deafen(self) -> None:
+        """No longer."""
+        for number in self._heard() if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, signal.SIG_DFL)
+
+    def _heard(self) -> list[signal.Signals]:
+        return [number for number in _SIGNALS if signal.getsignal(number) == self._end_by]
+
+    def _hold(self) -> None:
+        """For the time of a fork: Python forgets a signal that comes to the child before its handlers are as before."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if self._heard() else None
+
+    def _take(self, *, of_child: bool = False) -> None:
+        if of_child:
+            self.deafen()
+        mask = getattr(self._forking, "mask", None)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _end_by(self, number: int, _: object) -> None:
+        """Say goodbye, and end by the signal; a second one does not wait.
+
+        In a thread of its own: what this one was interrupted in may hold the locks that it takes.
+        """
+        signal.signal(number, signal.SIG_DFL)
+        goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
+        try:
+            goodbye.start()  # not once Python is ending, from 3.12 on: the tuners part by themselves then
+            goodbye.join(PART_S)
+        finally:
+            os.kill(os.getpid(), number)
 
 
 _goodbye = Goodbye(_part_all)

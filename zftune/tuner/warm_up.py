@@ -44,12 +44,9 @@ def go_back(
     on_change: Change | None,
     agree: Callable[[Mapping[str, Any]], Verdict | None] | None = None,
 ) -> str:
-    """Leave settings that were tried when the state was saved that was loaded; with several ranks all call it.
+    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it.
 
-    Args:
-        optimizer: that trains.
-        on_change: told of the change.
-        agree: changes knobs where all ranks do, None: they do not; without it they are changed at once.
+    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once.
 
     Returns:
         What is to be said, a sentence; "": none were tried.
@@ -75,10 +72,7 @@ def go_back(
 class KnownWindow:
     """Leaves `update_interval: "auto"` once there is a search, and not before: until then the knobs are the user's.
 
-    Args:
-        optimizer: that trains.
-        changes: how knobs change; None: at once.
-        on_change: told of that change.
+    `changes` changes the knobs; None: at once.
     """
 
     def __init__(self, optimizer: ZenFlowOptimizer, changes: Changes | None, on_change: Change | None) -> None:
@@ -119,11 +113,7 @@ class KnownWindow:
 
 
 class StepCount:
-    """Counts them, whatever numbers they have: those jump where a saved state is loaded, at the begin or later.
-
-    Args:
-        optimizer: that takes them.
-    """
+    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later."""
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
         self.followed = 0

@@ -37,12 +37,7 @@ _logger = logging.getLogger("zftune")
 
 @contextmanager
 def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
-    """What is done inside takes time by a clock: on a simulated one it stands still meanwhile, and then moves on.
-
-    Args:
-        clock: of the training.
-        takes_s: in simulated time; None: what it really took.
-    """
+    """The body takes `takes_s` of a simulated clock, which stands still meanwhile; None: the real duration."""
     began_s = time.monotonic()
     try:
         yield
@@ -52,14 +47,7 @@ def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
 
 
 class Background(Generic[T]):
-    """Begins at once; its thread ends with the process.
-
-    Args:
-        work: what is done.
-        name: of the thread.
-        clock: of the training.
-        takes_s: in simulated time; None: what it really took.
-    """
+    """Begins `work` at once; its thread ends with the process. `takes_s`: simulated time; None: the real duration."""
 
     def __init__(
         self, work: Callable[[], T], name: str, clock: Clock = REAL_CLOCK, takes_s: float | None = None
@@ -148,10 +136,8 @@ class SearchWorker(ABC):
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """End the search early, or what watches step times after it; after `close`.
-
-        Args:
-            reason: a sentence; "": the training has ended.
+        """End the search early, or what watches step times after it; after `close`. `reason` "": the training has
+        ended.
         """
 
     def applied(self, step: int, setting: Setting) -> None:  # noqa: B027 - a worker may have no use for it
@@ -172,16 +158,11 @@ DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
 
 
 class ThreadWorker(SearchWorker):
-    """Thinks in a thread, and lets a process of low priority ask Optuna and the planner.
+    """Searches in a thread; a process of low priority runs Optuna and the planner.
 
     Where that process fails, the planner alone goes on, in the thread; where the search fails, it ends with a sentence
-    in its notes, and the training goes on.
-
-    Args:
-        search: that is thought about.
-        recorder: where it is written down.
-        sampler_process: the process, where it was started beforehand; the worker closes it.
-        clock: of the training; see `SearchOptions.thinking_s`.
+    in its notes, and the training goes on. A `sampler_process` that was started beforehand is closed by the worker.
+    `clock`: see `SearchOptions.thinking_s`.
     """
 
     def __init__(

@@ -145,10 +145,8 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Output:
         """Loss and logits.
 
-        Args:
-            input_ids: [batch, sequence] tokens.
-            labels: the same tokens; they are shifted here, and -100 does not count.
-            use_cache: as models of transformers take it; there is none.
+        `input_ids` and `labels` are [batch, sequence]: the same tokens, shifted here, and -100 does not count.
+        `use_cache`: as models of transformers take it; there is none.
         """
         logits = self.lm_head(self.model(input_ids))
         following = functional.pad(labels, (0, 1), value=-100)[..., 1:]
@@ -220,8 +218,7 @@ class Workload:
     def shard(self, **policy: Any) -> None:
         """Leave each rank of torch.distributed's default group its rows of every weight: FSDP2, layer by layer.
 
-        Args:
-            policy: as for `fully_shard`.
+        `policy`: as for `fully_shard`.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -43,10 +43,7 @@ _LIMITS = {
 
 
 def environment_of(starter: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a private daemon: paths in it are absolute.
-
-    Args:
-        starter: the environment of the run that starts it, in this process's folder.
+    """The environment of a private daemon, with absolute paths, from that of the run that starts it.
 
     Raises:
         BadInputError: $ZFTUNE_SOCKET cannot be a socket.
@@ -101,13 +98,12 @@ _LAUNCH = (
 )
 
 
-def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: float = START_S) -> bool:
+def ensure_daemon(environment: Mapping[str, str] | None = None) -> bool:
     """Have a daemon that answers, and knows that a run is about to come.
 
     Args:
         environment: says where the socket is, and which store is meant; None: this process's. One that is started here
             has its user and its software, and stands in the root folder (see `zftune.daemon.client.autostart`).
-        within_s: for a start.
 
     Returns:
         Whether one was started.
@@ -123,7 +119,7 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
         if _answers(client) and _keeps_store(client, environment) and _waits_for_run(client):
             return False
         make_folder(location)
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + START_S
         for _ in range(_STARTS):
             ended = _started(location, environment)
             try:
@@ -135,10 +131,7 @@ def ensure_daemon(environment: Mapping[str, str] | None = None, *, within_s: flo
 
 
 def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
-    """Have a daemon again where one has died; one that was ended took its socket with it, and stays ended.
-
-    Args:
-        environment: as of `ensure_daemon`.
+    """Start a daemon again where one has died; one that was ended took its socket with it, and stays ended.
 
     Returns:
         Whether one was started.
@@ -155,11 +148,7 @@ def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def log_of(location: Location) -> Path:
-    """Where a daemon that was started here writes.
-
-    Args:
-        location: of its socket.
-    """
+    """The log of a daemon that was started here."""
     return location.socket.with_name(f"{location.socket.name}.log")
 
 

@@ -25,16 +25,7 @@ _MOST_SENTENCE = 2000
 
 
 class DaemonDriver(SearchDriver):
-    """Lets the daemon think.
-
-    Args:
-        optimizer: that trains.
-        wishes: of the user.
-        tokens: of a step.
-        transport: asks the daemon; None: over its socket.
-        company: ranks that it trains with.
-        patience_s: as of `DaemonSession`.
-    """
+    """Searches in the daemon; `transport` None: over its socket. `patience_s`: see `DaemonSession`."""
 
     asks_daemon = True
 

@@ -41,11 +41,7 @@ def all_runs(client: DaemonClient) -> list[dict[str, Any]]:
 
 
 def chosen(client: DaemonClient, run: str | None) -> dict[str, Any]:
-    """The run that is meant.
-
-    Args:
-        client: of the daemon.
-        run: its identity or that of its record, or the beginning of one; None: the only run there is.
+    """The run with an identity, its record's, or the beginning of one; None: the only run there is.
 
     Raises:
         BadInputError: it is none, or not only one.
@@ -88,12 +84,7 @@ def details(client: DaemonClient, run: str) -> dict[str, Any]:
 
 
 def told(client: DaemonClient, run: str, command: str) -> dict[str, Any]:
-    """The run after a command.
-
-    Args:
-        client: of the daemon.
-        run: its identity.
-        command: "pause", "resume", "rollback" or "stop".
+    """The run after a command: "pause", "resume", "rollback" or "stop".
 
     Raises:
         DaemonError: the daemon cannot be asked, or the run's state does not allow it.
@@ -113,7 +104,6 @@ class DaemonClient:
     """One connection to the daemon, opened when it is needed and again when it broke. For one thread.
 
     Args:
-        path: of the socket; None: where it is by the environment.
         timeout_s: for one request as a whole, connecting included.
     """
 
@@ -145,12 +135,7 @@ class DaemonClient:
         return self._ask("GET", route, None, timeout_s)
 
     def post(self, route: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
-        """What a route answers. Never sent twice.
-
-        Args:
-            route: such as "/v1/stop".
-            document: of JSON, or its text.
-            timeout_s: as of the client.
+        """The answer of a route to a document, or its JSON. Never sent twice.
 
         Raises:
             DaemonError: as `get`.

@@ -40,10 +40,7 @@ def peer_uid(connection: _Socket) -> int:
 def loopback_uid(local: tuple[str, int], remote: tuple[str, int], table: Path = Path("/proc/net/tcp")) -> int | None:
     """The user whose process holds the other end of a TCP connection within this machine.
 
-    Args:
-        local: address and port of our end.
-        remote: those of the other end.
-        table: the kernel's list of connections.
+    `local` and `remote` are address and port of the ends; `table` is the kernel's list of connections.
 
     Returns:
         The uid; None where the kernel does not list the other end as open.
@@ -129,9 +126,6 @@ def locate(environment: Mapping[str, str], *, temporary: Path | None = None) -> 
 
 def settled(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment in which a relative path in $ZFTUNE_SOCKET is absolute: processes change folders.
-
-    Args:
-        environment: of a process in this folder.
 
     Raises:
         BadInputError: as `locate`.

@@ -62,11 +62,7 @@ class Transport(Protocol):
 
 
 def waiting_s(waited_s: float) -> float:
-    """Between two reports while the training waits: an answer that takes long may come a fifth of that later.
-
-    Args:
-        waited_s: for so long.
-    """
+    """Time between two reports of a training that has waited `waited_s`, s: an answer may come a fifth of it later."""
     return min(SLOW_S, max(QUICK_S, _WAITED_SHARE * waited_s))
 
 
@@ -91,10 +87,7 @@ class DaemonSession:
     """Carries reports to the daemon and directives back, in the process that made it: a fork's child says nothing.
 
     Args:
-        transport: asks the daemon.
-        worker: of the training.
         read: what the daemon has to know of the training; called once, in the thread.
-        tokens: of a step.
         gpu_uuid: None: it trains on no GPU.
         clock: of the training. Where that is simulated, time stands still while the daemon thinks, and then moves on.
         thinking_s: by so much; None: as long as it really took.
@@ -161,21 +154,13 @@ class DaemonSession:
         self._abandoned = True
 
     def leave(self, most_s: float) -> None:
-        """Let one that was abandoned say goodbye now.
-
-        Args:
-            most_s: waits so long at most.
-        """
+        """Let an abandoned session say goodbye now; waits `most_s` at most."""
         if self._abandoned and os.getpid() == self._pid:
             self._worker.wake.set()
             self._join(most_s)
 
     def goodbye(self, message: Callable[[str], Goodbye]) -> Farewell | None:
-        """End it. A daemon that is slow is waited for; the daemon's last words, None where none is there to say any.
-
-        Args:
-            message: given the session.
-        """
+        """End it, waiting for a slow daemon. Returns the daemon's last words, None if it is gone."""
         if os.getpid() != self._pid:
             return None
         ends_s = time.monotonic() + GOODBYE_S
@@ -197,13 +182,7 @@ class DaemonSession:
         return not self._thread.is_alive()
 
     def _part(self, message: Callable[[str], Goodbye], ends_s: float, *, waits: bool) -> Farewell | None:
-        """Say what was not said yet, and goodbye, again and again while somebody is there who may hear it.
-
-        Args:
-            message: given the session.
-            ends_s: not for longer than this.
-            waits: whether somebody waits for it, and has to know.
-        """
+        """Say what was not said yet, and goodbye, again and again while somebody is there who may hear it."""
         silent_since_s, within_s = time.monotonic(), _REQUEST_S
         try:
             while True:

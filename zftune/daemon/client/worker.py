@@ -35,12 +35,7 @@ _FROZEN = "frozen"
 
 
 class RemoteWorker(SearchWorker):
-    """What the training thread has of the daemon.
-
-    Args:
-        tokens: of a step.
-        clock: of the training.
-    """
+    """The training thread's side of the daemon."""
 
     def __init__(self, tokens: int, clock: Clock = REAL_CLOCK) -> None:
         self.wake: Event = clock.event("something to tell the daemon")
@@ -225,11 +220,7 @@ class RemoteWorker(SearchWorker):
             self._unheard = None
 
     def begin_session(self, reason: str) -> None:
-        """Another daemon, or one that has forgotten: what was asked for before is void.
-
-        Args:
-            reason: a sentence.
-        """
+        """Another daemon, or one that has forgotten: earlier requests are void."""
         with self._lock:
             self._recall = Withdraw(reason) if self._current is not None or self._answer is not None else None
             self._current = self._answer = self._done = self._applied = None

@@ -41,11 +41,8 @@ class WireError(BadInputError):
 
 
 def encode(message: Any, name: str = "message") -> bytes:
-    """A message as JSON; of a text that is not Unicode, "?" takes the place of each such character.
-
-    Args:
-        message: a dataclass.
-        name: what to call it in a sentence.
+    """A dataclass as JSON; of a text that is not Unicode, "?" takes the place of each such character. `name` is for
+    errors.
 
     Raises:
         WireError: a part of it cannot be sent.
@@ -59,12 +56,7 @@ def encode(message: Any, name: str = "message") -> bytes:
 
 
 def decode(kind: type[T], document: Any, name: str = "message") -> T:
-    """A message from what `json.loads` gave.
-
-    Args:
-        kind: a dataclass.
-        document: JSON.
-        name: what to call it in a sentence.
+    """A dataclass from what `json.loads` gave; `name` is for errors.
 
     Raises:
         WireError: it is not such a message.
@@ -81,11 +73,7 @@ def decode(kind: type[T], document: Any, name: str = "message") -> T:
 
 
 def unicode(text: str) -> str:
-    """A text that can be sent and kept: arguments and paths of other encodings have lone surrogates.
-
-    Args:
-        text: any.
-    """
+    """A text that can be sent and kept: arguments and paths of other encodings have lone surrogates."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

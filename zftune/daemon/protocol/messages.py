@@ -252,11 +252,7 @@ class Farewell:
 
 
 def masked(argv: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of a command without what is nobody's business: values of secrets, and passwords in URLs.
-
-    Args:
-        argv: as the process has them.
-    """
+    """Arguments of a command without values of secrets and passwords in URLs."""
     found: list[str] = []
     hide = False
     for argument in map(unicode, argv[:_MOST_ARGUMENTS]):

@@ -37,12 +37,7 @@ _COMMANDS: tuple[tuple[Command, str], ...] = (
 
 
 def router(registry: Registry, node: Node | None = None) -> APIRouter:
-    """The routes.
-
-    Args:
-        registry: of the runs.
-        node: samples for them; None: nobody does.
-    """
+    """The routes; `node` samples for the runs, if given."""
     routes = APIRouter(prefix="/v1/runs", tags=["runs"])
     _add_messages(routes, registry)
     _add_readers(routes, registry, node)
@@ -52,11 +47,7 @@ def router(registry: Registry, node: Node | None = None) -> APIRouter:
 
 
 class _Strictly:
-    """A body that the wire's decoder reads, where FastAPI's would take texts for numbers.
-
-    Args:
-        name: what to call it in a sentence.
-    """
+    """A body that the wire's decoder reads, where FastAPI's would take texts for numbers."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -126,12 +117,7 @@ def _allowed(work: Callable[[], T]) -> T:
 
 
 class Runs(Service):
-    """Hosts a registry.
-
-    Args:
-        registry: of the runs; started and closed with the daemon.
-        node: samples for them, and is closed with the daemon; None: nobody does.
-    """
+    """The service of the runs; registry and node (None: nothing is sampled) are closed with the daemon."""
 
     def __init__(self, registry: Registry, node: Node | None = None) -> None:
         self.registry, self.node = registry, node

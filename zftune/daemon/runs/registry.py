@@ -51,10 +51,7 @@ class Registry:
     Args:
         store: open; None: nothing is remembered.
         kept_in: the identity of the store that was asked for; None: a run may ask for any.
-        limits: sentences, on what this process cannot do.
-        lease_s: without a report for so long a run counts as ended.
         samplers: processes that think; None: a pool that is gentle to trainings beside it.
-        disturbance: says that measurements of a run do not count, such as a sampler of its GPU.
         clock: seconds that only grow.
     """
 
@@ -141,10 +138,7 @@ class Registry:
         return [brain for brain in brains if last[brain.record or brain.hello.run] is brain]
 
     def brain(self, run: str) -> RunSession:
-        """Of a run.
-
-        Args:
-            run: as its agent names it, or as screens and the store do: these may be cut short.
+        """The session of a run, by its agent's name or a shortened one, as screens and the store show it.
 
         Raises:
             UnknownRunError: there is none.
@@ -175,12 +169,7 @@ class Registry:
     # --- in threads --------------------------------------------------------------------------------------------------
 
     def command(self, run: str, command: Command, by: str = "by hand") -> RunSession:
-        """Do what somebody asks for; it is written down when this returns.
-
-        Args:
-            run: which.
-            command: what.
-            by: who asks for it, in words.
+        """Carry out a command; it is written down when this returns. `by` names the requester.
 
         Raises:
             UnknownRunError: there is no such run.

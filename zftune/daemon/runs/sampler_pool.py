@@ -62,13 +62,7 @@ _MOST = 2
 
 
 class SamplerPool:
-    """A pool of them, started when somebody asks.
-
-    Args:
-        most: processes at a time.
-        share: of a core that each may use.
-        answer_s: seconds that an answer may take.
-    """
+    """A pool of at most `most` sampler processes, started on request; each may use `share` of a core."""
 
     def __init__(self, most: int = _MOST, share: float = 1.0, answer_s: float = ANSWER_S) -> None:
         self.turns = FairLock()
@@ -88,9 +82,7 @@ class SamplerPool:
     def take(self, turn: threading.Event, unwanted: Callable[[], bool]) -> SamplerProcess:
         """A process; waits until one is free, in turn.
 
-        Args:
-            turn: of who asks; where it is set from outside, it looks whether it is still wanted.
-            unwanted: whether nobody waits for it any more.
+        `turn`, set from outside, makes it look again whether it is `unwanted`.
 
         Raises:
             SamplerError: nobody does, or the pool was closed.
@@ -118,12 +110,7 @@ class SamplerPool:
         return SamplerProcess(self._answer_s, self._share)
 
     def give_back(self, sampler_process: SamplerProcess, *, sound: bool) -> None:
-        """Take a process back.
-
-        Args:
-            sampler_process: from `take`.
-            sound: whether it can be asked again.
-        """
+        """Take a process back; `sound`: it can be asked again."""
         with self._lock:
             keep = sound and not self._closed and not sampler_process.closed
             if keep:

@@ -17,12 +17,7 @@ from zftune.tuner.worker import ThreadWorker
 
 
 class PooledWorker(ThreadWorker):
-    """Thinks about a run's search in a thread of its own.
-
-    Args:
-        prepared: the search, and where it is written down.
-        sampler_process: asks Optuna.
-    """
+    """Thinks about a run's search in a thread of its own."""
 
     def __init__(self, prepared: Prepared, sampler_process: SamplerProcess) -> None:
         super().__init__(prepared.search, prepared.recorder, sampler_process)
@@ -68,13 +63,7 @@ class PooledWorker(ThreadWorker):
 
 
 class SearchHandle:
-    """The search at work.
-
-    Args:
-        prepared: the search, and where it is written down.
-        sampler_process: asks Optuna.
-        tokens: of a step.
-    """
+    """The search at work."""
 
     def __init__(self, prepared: Prepared, sampler_process: SamplerProcess, tokens: int) -> None:
         self.prepared = prepared
@@ -112,10 +101,7 @@ class SearchHandle:
         return self.prepared.search
 
     def advance(self, *, paused: bool) -> Going | None:
-        """Go on as far as that can be without waiting.
-
-        Args:
-            paused: whether nothing is to be asked for.
+        """Continue as far as possible without waiting; `paused`: request nothing.
 
         Returns:
             The state of the search; None: as before, while somebody thinks.
@@ -200,10 +186,9 @@ class SearchHandle:
     # --- in threads, without the lock --------------------------------------------------------------------------------
 
     def end(self, *, spare: bool) -> None:
-        """End the thinking, once what was asked for is withdrawn; the search is the caller's then.
+        """End the thinking, once open requests are withdrawn; the search is the caller's then.
 
-        Args:
-            spare: whether the training lives: what was in flight is no crash.
+        `spare`: the training lives, so that what was in flight is no crash.
 
         Raises:
             NotAllowedError: it does not end.

@@ -49,13 +49,9 @@ class RunSession:
     """Follows one run from its agent's Hello to its end.
 
     Args:
-        hello: of its agent.
-        session: random; of this brain.
         begin: makes the search, in a thread; None where the run has ended meanwhile.
-        sampler_process: asks Optuna.
         notices: sentences; `begin` adds to them.
         clock: seconds that only grow.
-        disturbance: says that a measurement does not count.
     """
 
     def __init__(
@@ -358,10 +354,7 @@ class RunSession:
     # --- what somebody asks for, in threads --------------------------------------------------------------------------
 
     def pause(self, by: str) -> None:
-        """Let the incumbent run undisturbed; it is written down when this returns.
-
-        Args:
-            by: who asks for it, in words.
+        """Let the incumbent run undisturbed; it is written down when this returns. `by` names the requester.
 
         Raises:
             NotAllowedError: the state does not allow it, or the search is still being made.
@@ -520,11 +513,7 @@ class RunSession:
             time.sleep(_AGAIN_S)  # somebody still thinks; others may have the lock
 
     def lose(self, lease_s: float, *, died: bool = False) -> bool:
-        """End the run where its agent was not heard of any more: what was in flight is marked crashed.
-
-        Args:
-            lease_s: seconds for which it may be silent.
-            died: its process is known to have ended.
+        """End the run of an agent that was silent for `lease_s`, or died: what was in flight is marked crashed.
 
         Returns:
             Whether it has ended now.
@@ -555,10 +544,7 @@ class RunSession:
         self._end("the daemon has ended", close, spare=True)
 
     def renew(self, lease_s: float) -> None:
-        """Say in the store that the run lives.
-
-        Args:
-            lease_s: for so long.
+        """Extend the run's lease in the store by `lease_s`.
 
         Raises:
             ZftuneError: it could not be written.

@@ -23,13 +23,9 @@ from zftune.words import LIVE_STATES, NO_LONGER_TUNED
 
 
 def went_wrong(prepared: Prepared, reason: str) -> None:
-    """End a search because training goes wrong; said twice, it is once.
+    """End a search because training goes wrong; a second call changes nothing.
 
-    What it adopted was kept as a preset at once, and is proposed to nobody any more.
-
-    Args:
-        prepared: the search.
-        reason: a sentence.
+    Its adopted setting was kept as a preset at once, which is withdrawn.
 
     Raises:
         ZftuneError: it could not be written down.
@@ -46,13 +42,9 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
 
 
 def farewell(prepared: Prepared | None, message: Goodbye, count: Count, waited_s: float) -> Farewell:
-    """End a search that nobody thinks about any more.
+    """End a search without a working thread; `prepared` None: it had not begun.
 
-    Args:
-        prepared: the search; None: it had not begun.
-        message: of the agent.
-        count: what the run took and spent, all in all.
-        waited_s: for how long what chooses settings has waited for a core.
+    `count` is the run's whole; `waited_s` the sampler's wait for a core.
     """
     search = None if prepared is None else prepared.search
     over = search is not None and isinstance(search.state, Stopped)
@@ -156,12 +148,7 @@ State = Going | Paused | Ended
 
 
 def of_search(state: search.State, last: Decision | None) -> Going:
-    """Of a search that begins or goes on.
-
-    Args:
-        state: of it.
-        last: its last decision.
-    """
+    """The state of a search that begins or continues."""
     reason = "" if last is None else last.reason
     if isinstance(state, search.MeasuringBaseline):
         kind = "start" if last is None else last.kind
@@ -186,23 +173,13 @@ def _waiting(waited_s: float, queued_s: float, *, now: bool = False) -> str:
 
 
 def warming(waited_s: float, queued_s: float) -> Warming:
-    """While the search is made.
-
-    Args:
-        waited_s: for a core, of the process that thinks.
-        queued_s: until it is its turn among the daemon's runs.
-    """
+    """The state while the search is made, after waiting for a core and in the daemon's queue."""
     waiting = _waiting(waited_s, queued_s)
     return Warming(waiting) if waiting else Warming()
 
 
 def choosing(waited_s: float, queued_s: float) -> Searching | None:
-    """While somebody thinks; None: as before, since that takes no time worth a word.
-
-    Args:
-        waited_s: for a core, of the process that thinks.
-        queued_s: until it is its turn among the daemon's runs.
-    """
+    """The state while a setting is chosen, after these waits; None: as before, since they are short."""
     waiting = _waiting(waited_s, queued_s, now=True)
     return Searching(None, waiting) if waiting else None
 
@@ -246,13 +223,7 @@ def ended(state: State, reason: str, *, trains: bool = False) -> Ended:
 
 
 def ended_by(state: State, message: Goodbye, *, stopped: bool) -> Ended:
-    """After goodbye.
-
-    Args:
-        state: before it.
-        message: of the agent.
-        stopped: whether somebody has ended the tuning.
-    """
+    """The state after goodbye; `stopped`: a person ended the tuning."""
     taken = f"{message.steps} step{'' if message.steps == 1 else 's'}"  # the run's account has those before, too
     tuning = f"tuning {'was stopped' if stopped else 'ended'} {taken} after the training's last start"
     why = f"{tuning}; the training went on" if message.over else "the training has ended"

@@ -266,11 +266,8 @@ class RunDetails:
 def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store: Store | None = None) -> RunView:
     """A run at a glance.
 
-    Args:
-        brain: of the run.
-        silent_s: since its agent was heard of.
-        node: samples its GPU.
-        store: knows of a training that has gone on with the run; None: it is not asked.
+    `silent_s`: since its agent's last report; `node` samples its GPU; `store` knows of a training that has resumed the
+    run.
     """
     elsewhere = _trains_elsewhere(brain, store)
     steps, curve = list(brain.steps)[-_RECENT:], brain.curve.curve()

@@ -90,13 +90,7 @@ class Stopping(BaseModel):
 
 
 def create_app(state: DaemonState, metrics: Metrics, limits: Limits | None = None) -> App:
-    """The application that is served on the socket; `access.Guarded` is put around it for the page.
-
-    Args:
-        state: of the daemon; its services bring their routes.
-        metrics: for /metrics.
-        limits: of one request; None: the usual ones.
-    """
+    """The application that is served on the socket; `guard.Guarded` is put around it for the page."""
     app = FastAPI(
         title="zftune daemon",
         version=str(PROTOCOL),

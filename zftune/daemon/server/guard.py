@@ -34,12 +34,7 @@ class PageServer:
 
     @classmethod
     async def serve(cls, app: App, port: int, token_path: Path) -> PageServer:
-        """Serve from now on.
-
-        Args:
-            app: what is served.
-            port: 0 takes a free one.
-            token_path: the file of the token that reads /metrics.
+        """Serve from now on; port 0 takes a free one, the token in the file reads /metrics.
 
         Raises:
             BadInputError: the port is taken, or the token's file cannot be trusted.
@@ -77,12 +72,7 @@ _MAX_FILE_BYTES = 4096
 
 
 class Secrets:
-    """Secrets that end by themselves; the oldest go where there are too many.
-
-    Args:
-        life_s: of each.
-        clock: in seconds, monotonic.
-    """
+    """Secrets that end after `life_s`; the oldest go where there are too many. `clock` is monotonic, s."""
 
     def __init__(self, life_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._life_s = life_s
@@ -185,13 +175,7 @@ _GO_ON = b'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" conte
 
 
 class Guarded:
-    """An application on a loopback port, for who has the cookie.
-
-    Args:
-        app: gets what may pass.
-        port: on which it is served.
-        metrics_token: reads /metrics, and nothing else.
-    """
+    """An application on a loopback port, for holders of the cookie; the token reads /metrics, and nothing else."""
 
     def __init__(self, app: App, port: int, metrics_token: str) -> None:
         self._app = app

@@ -123,12 +123,7 @@ class Limits:
 
 
 class Limited:
-    """An application whose requests have limits; every answer carries the protocol's version.
-
-    Args:
-        app: gets a body that is complete.
-        limits: of each request.
-    """
+    """An application whose requests have limits and complete bodies; every answer carries the protocol's version."""
 
     def __init__(self, app: App, limits: Limits) -> None:
         self._app = app

@@ -46,11 +46,7 @@ _OF_HOST = {
 
 
 class NodeFigures(Collector):
-    """Means of the last seconds; what is not known is left out.
-
-    Args:
-        node: samples.
-    """
+    """Means of the last seconds; unknown figures are left out."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -79,11 +75,7 @@ _log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """One registry, filled by the daemon and its services.
-
-    Args:
-        state: whose figures they are.
-    """
+    """One registry, filled by the daemon and its services."""
 
     def __init__(self, state: DaemonState) -> None:
         self._state = state
@@ -108,12 +100,7 @@ class Metrics:
         return router
 
     async def keep_textfile(self, path: Path, period_s: float = TEXTFILE_PERIOD_S) -> None:
-        """Write a file again and again, whole each time, and remove it in the end: its figures would look alive.
-
-        Args:
-            path: of the file.
-            period_s: between two writes.
-        """
+        """Write a file every `period_s`, whole each time, and remove it in the end: its figures would look alive."""
         failed = False
         while True:
             text = generate_latest(self.registry).decode()
@@ -209,7 +196,6 @@ class Node:
     Args:
         live: the runs that live; a run that is not among them any more is not sampled for.
         sampler: makes the sampler of a GPU, given its UUID and what tells whose a process is.
-        look_s: between two looks at what was sampled and at who lives.
     """
 
     def __init__(
@@ -230,10 +216,7 @@ class Node:
         self._thread: threading.Thread | None = None
 
     def watch(self, hello: Hello) -> Disturbance:
-        """Sample for a run from now on; returns at once.
-
-        Args:
-            hello: of its agent.
+        """Sample for a run from now on; returns at once. The result tells why a measurement does not count.
 
         Returns:
             Says why a measurement does not count.

@@ -210,7 +210,6 @@ class Listener:
     """Serves one application on one listening socket.
 
     Args:
-        app: what is served.
         protocol: who may connect.
         listening: bound; owned by the server from `start` on, which listens.
     """
@@ -268,10 +267,7 @@ class _Server(uvicorn.Server):
 
 
 def loopback_socket(port: int) -> socket.socket:
-    """A socket that is bound to 127.0.0.1.
-
-    Args:
-        port: 0 takes a free one.
+    """A socket that is bound to 127.0.0.1; port 0 takes a free one.
 
     Raises:
         OSError: the port is taken.

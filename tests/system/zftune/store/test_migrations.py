@@ -18,7 +18,7 @@ from sqlalchemy.schema import CreateTable
 
 from tests.support.zftune.store.examples import PRESET
 from zftune.errors import BadInputError, StoreError
-from zftune.store import files, open_store, opening
+from zftune.store import open_store, opening
 from zftune.store.opening import chosen, restore
 from zftune.store.tables import Base
 
@@ -58,16 +58,16 @@ def test_the_tables_are_made_by_one_at_a_time(path: Path) -> None:
     path.parent.mkdir()
     opened = []
     threads = [threading.Thread(target=lambda: opened.append(open_store(str(path)))) for _ in range(3)]
-    with files.locked(path):
+    with opening.locked(path):
         for thread in threads:
             thread.start()
-        assert files.state_of(path).kind == "empty"
+        assert opening.file_state(path).kind == "empty"
     for thread in threads:
         thread.join(30)
     assert [store.notices for store in opened] == [[]] * len(threads)
     for store in opened:
         store.close()
-    assert files.state_of(path).revision == opening.HEAD
+    assert opening.file_state(path).revision == opening.HEAD
 
 
 # --- backups ----------------------------------------------------------------------------------------------------------
@@ -78,28 +78,28 @@ def test_three_backups_are_kept(path: Path) -> None:
         made = []
         for _ in range(5):
             store.save_preset(PRESET)
-            made.append(files.back_up(path))
-    assert files.backups(path) == made[:1:-1]
-    assert [oct(backup.stat().st_mode & 0o777) for backup in files.backups(path)] == ["0o600"] * 3
+            made.append(opening.back_up(path))
+    assert opening.backups(path) == made[:1:-1]
+    assert [oct(backup.stat().st_mode & 0o777) for backup in opening.backups(path)] == ["0o600"] * 3
 
 
 def test_a_backup_comes_back_while_the_store_is_open(path: Path) -> None:
     with open_store(str(path)) as store:
         name = store.save_preset(PRESET).name
-        backup = files.back_up(path)
+        backup = opening.back_up(path)
         store.remove_preset(name)
         before = restore(path, chosen(path, "1"))
         assert [preset.name for preset in store.presets()] == [name]
         store.save_preset(PRESET)
-    assert before in files.backups(path)
-    assert backup in files.backups(path)
+    assert before in opening.backups(path)
+    assert backup in opening.backups(path)
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "another", "missing"])
 def test_a_backup_comes_back_in_place_of_what_cannot_be_used(path: Path, fault: str) -> None:
     with open_store(str(path)) as store:
         store.save_preset(PRESET)
-        files.back_up(path)
+        opening.back_up(path)
     if fault == "corrupt":
         path.write_bytes(b"x" * 5000)
     elif fault == "missing":
@@ -123,17 +123,17 @@ def test_an_unknown_backup(path: Path) -> None:
         chosen(path, "1")
     with open_store(str(path)) as store:
         store.save_preset(PRESET)
-        files.back_up(path)
+        opening.back_up(path)
     with pytest.raises(BadInputError, match=r"there is no backup '../x': --list shows"):
         chosen(path, "../x")
-    assert chosen(path, files.backups(path)[0].name) == files.backups(path)[0]
+    assert chosen(path, opening.backups(path)[0].name) == opening.backups(path)[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5000], ids=["empty", "corrupt"])
 def test_a_backup_that_is_none_is_refused(path: Path, content: bytes) -> None:
     with open_store(str(path)) as store:
         store.save_preset(PRESET)
-        backup = files.back_up(path)
+        backup = opening.back_up(path)
         backup.write_bytes(content)
         with pytest.raises(StoreError, match=r"backup-.* is (empty|corrupt)"):
             restore(path, chosen(path, "1"))

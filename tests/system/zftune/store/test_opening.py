@@ -20,9 +20,8 @@ from tests.support.tiers import fast
 from tests.support.zftune.store.examples import PRESET
 from zftune.doctor.software import store_check
 from zftune.store import open_store
-from zftune.store.files import backups
 from zftune.store.location import locate, meant_by, settled
-from zftune.store.opening import HEAD
+from zftune.store.opening import HEAD, backups
 from zftune.store.store import Store
 
 ROOT = Path(__file__).parents[4]

@@ -41,7 +41,7 @@ def test_a_search_is_kept_as_it_went(store: Store, clock: Clock) -> None:
     store.mark_in_flight(run, trial.trial_id)
     assert states(store, run) == [TrialState.IN_FLIGHT, TrialState.REJECTED]
     clock.now += 5
-    kept = measurement(790.0, steps_ms=(780.0, 790.0, 800.0), aggregates={"power_w": 300.0}, stall_fraction=0.1)
+    kept = measurement(790.0, steps_ms=(780.0, 790.0, 800.0), aggregates={"power_w": 300.0})
     store.add_measurement(run, trial.trial_id, kept, state=TrialState.MEASURED)
     store.add_measurement(run, trial.trial_id, measurement(void_reason="throttled"))
     store.add_decision(run, Decision(kind="adopt", reason="it is faster", step=40, trial=trial.number))
@@ -179,15 +179,13 @@ def test_what_is_left_to_be_finished(store: Store, clock: Clock) -> None:
     assert found() is None
 
 
-def test_a_trial_ends_once(store: Store) -> None:
+def test_an_aborted_trial_is_not_applied_again(store: Store) -> None:
     run = begun(store)
     trial = store.add_trial(run, KNOBS, source="search")
-    store.end_trial(run, trial.trial_id, TrialState.ABORTED, "x" * 5000)
-    with pytest.raises(StoreError, match="is aborted"):
-        store.end_trial(run, trial.trial_id, TrialState.MEASURED)
+    store.add_measurement(run, trial.trial_id, measurement(790.0), state=TrialState.ABORTED)
     with pytest.raises(StoreError, match="is aborted"):
         store.mark_in_flight(run, trial.trial_id)
-    assert len(store.trials(run.run_id)[0].reason or "") == 1000
+    assert len(store.add_trial(run, KNOBS, source="search", rejected="x" * 5000).reason or "") == 1000
 
 
 def test_a_trial_is_of_its_run(store: Store) -> None:

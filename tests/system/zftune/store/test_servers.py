@@ -21,7 +21,7 @@ from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, PRE
 from tests.support.zftune.store.servers import PASSWORD, Server, emptied, served
 from zftune.doctor.software import store_check
 from zftune.errors import StoreError
-from zftune.store import engines, open_store, opening
+from zftune.store import open_store, opening
 from zftune.store.location import locate, masked, meant_by
 from zftune.store.store import Store
 from zftune.store.types import LEASE_S, Decision, Run, TrialState
@@ -155,7 +155,7 @@ def test_one_process_at_a_time_makes_the_tables(server: Server) -> None:
         connection.execute("CREATE SCHEMA public")
     opened: list[Store] = []
     threads = [threading.Thread(target=lambda: opened.append(open_store(server.url()))) for _ in range(3)]
-    with engines.server_engine(server.url()).begin() as first, server.connect() as looking:
+    with opening.server_engine(server.url()).begin() as first, server.connect() as looking:
         opening.wait_for_turn(first)
         for thread in threads:
             thread.start()

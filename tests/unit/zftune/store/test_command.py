@@ -15,7 +15,8 @@ from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, PRE
 from tests.system.zftune.store.test_apply import DS_CONFIG
 from zftune.cli.main import _Commands
 from zftune.cli.presets import presets as commands
-from zftune.store import files, open_store
+from zftune.store import open_store
+from zftune.store.opening import backups
 from zftune.store.preset_file import document_of
 from zftune.store.store import Store
 from zftune.store.types import Preset, TrialState
@@ -172,7 +173,7 @@ def searched(store: Store) -> None:
         elif state is TrialState.IN_FLIGHT:
             store.mark_in_flight(run, trial.trial_id)
         elif state is not TrialState.PLANNED:
-            store.end_trial(run, trial.trial_id, state, "a reason")
+            store.add_measurement(run, trial.trial_id, measurement(900.0, void_reason="a reason"), state=state)
     elsewhere = replace(KEY, hw_id="1" * 16)
     store.begin_run(elsewhere, MODEL, replace(HARDWARE, hw_id="1" * 16), knobs=KNOBS)
 
@@ -299,7 +300,7 @@ def test_rm_and_restore(path: Path, tmp_path: Path) -> None:
     assert "--yes is needed" in fails("restore")
     listed = call("restore", "--list", "--json", tmp_path / "list.json").output
     names = json.loads((tmp_path / "list.json").read_text())["backups"]
-    assert names == [backup.name for backup in files.backups(path)]
+    assert names == [backup.name for backup in backups(path)]
     assert f"1  {names[0]}" in listed
     assert "there is no backup '9': --list shows" in fails("restore", "9", "--yes")
     assert "--json needs --list" in fails("restore", "--yes", "--json", tmp_path / "list.json")

@@ -317,7 +317,7 @@ def test_where_the_store_takes_no_more_the_search_ends_and_training_goes_on(stor
 def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
-    monkeypatch.setattr("zftune.store.engines.BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("zftune.store.opening.BUSY_TIMEOUT_S", 0.1)
     path = tmp_path / "zftune.db"
     with open_store(str(path), environment={"HOME": str(tmp_path)}) as store:
         run = begin(store)

@@ -28,7 +28,7 @@ from zftune.daemon.process import serve as serve_daemon
 from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import Registry
 from zftune.daemon.server.answers import Service
-from zftune.store import engines, open_store
+from zftune.store import open_store, opening
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
@@ -54,7 +54,7 @@ def serve(folder: str, environment: Mapping[str, str], lease_s: float, busy_s: f
     if most_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-    engines.BUSY_TIMEOUT_S = busy_s
+    opening.BUSY_TIMEOUT_S = busy_s
 
     @contextmanager
     def host() -> Iterator[Sequence[Service]]:
