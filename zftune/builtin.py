@@ -64,11 +64,6 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:
 
     Ctrl-C ends it early: the document then holds what was found so far and says so.
 
-    Args:
-        options: what was asked for.
-        on_step: told after each step.
-        store: where it is written down.
-
     Raises:
         BadInputError: an option is not allowed; before any training.
         ProfileError: the runtime failed, or refused the model.

@@ -22,9 +22,6 @@ def is_exact(config: ZenFlowConfig) -> bool:
 def keep_exact(optimizer: ZenFlowOptimizer) -> bool:
     """Have no update come late from here on, also where a state is loaded that was saved with late ones.
 
-    Args:
-        optimizer: any; a window that is open is closed with its next step.
-
     Returns:
         Whether late settings had to end now.
 

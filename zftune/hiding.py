@@ -52,13 +52,7 @@ NOTHING_TO_HIDE_BEHIND = (
 
 
 def to_win(measured: Measured, plans: list[Planned], device: str) -> str:
-    """What `--quality published` would win.
-
-    Args:
-        measured: the run.
-        plans: for it, best first.
-        device: what waits.
-    """
+    """What `--quality published` would win."""
     waits = f"the {device} waits {percent(measured.share)} of a step for the host"
     moved = (
         "" if measured.movement_percent is None else f"; weights move {number(measured.movement_percent)}% in a step"
@@ -102,12 +96,7 @@ class Planned:
 
 
 def late_defaults(quality: Quality, own: ZenFlowConfig) -> ZenFlowConfig:
-    """The published setting, for "loose" with windows of twice the length, where nothing can be planned.
-
-    Args:
-        quality: "published" or "loose".
-        own: the knobs without it, of which the rest stay.
-    """
+    """The published setting, for "loose" with windows of twice the length, where nothing can be planned."""
     interval = PUBLISHED.longest_window * STALENESS[quality]
     return replace(
         own, topk_ratio=PUBLISHED.topk_ratio, update_interval=interval, apply_lag=None, overlap_step=True
@@ -115,12 +104,7 @@ def late_defaults(quality: Quality, own: ZenFlowConfig) -> ZenFlowConfig:
 
 
 def plan(measured: Measured, quality: Quality) -> list[Planned]:
-    """The planner's choices for a run, best first; none where nothing fits into memory.
-
-    Args:
-        measured: the run.
-        quality: how late updates may be.
-    """
+    """The planner's choices for a run, best first; none where nothing fits into memory."""
     budget, coverage = bound_of(quality, measured.movement_percent)
     now = predict(measured.model, _machine(measured, 0), _JOB, measured.config, rates=measured.rates)
     machine = _machine(measured, now.memory.device_bytes)
@@ -138,12 +122,7 @@ def plan(measured: Measured, quality: Quality) -> list[Planned]:
 
 
 def forecast(measured: Measured, late: ZenFlowConfig) -> list[Planned]:
-    """As `plan`, where the knobs are known.
-
-    Args:
-        measured: the run.
-        late: the knobs.
-    """
+    """As `plan`, where the knobs are known."""
     found = predict(measured.model, _machine(measured, 0), _JOB, late, rates=measured.rates)
     if late.select_interval == "auto":
         often = AUTO_SELECT_INTERVAL / (1 - AUTO_SELECT_OVERLAP)
@@ -215,11 +194,6 @@ def waits_for_all(config: ZenFlowConfig) -> bool:
 
 def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: Timeline | None) -> Measured:
     """Read it; on a GPU the device is waited for, once.
-
-    Args:
-        optimizer: that trains.
-        steps: of it, alike.
-        timeline: of some of its steps.
 
     Raises:
         ZftuneError: they show too little to plan by.
@@ -294,12 +268,7 @@ def _link_gbps(timeline: Timeline, lane: Lane) -> float:
 
 
 def _host_gbps(steps: Sequence[StepStats], at_one: Rates) -> float:
-    """With which the planner finds the time that updates took, whatever limited them and whatever the rule is.
-
-    Args:
-        steps: each of whose updates is of one gradient.
-        at_one: rates with 1 GB/s.
-    """
+    """With which the planner finds the time that updates took, whatever limited them and whatever the rule is."""
     elements, taken_ms = sum(one.host_elements for one in steps), sum(one.host_ms for one in steps)
     if not elements or not taken_ms > 0:
         raise ZftuneError("the host updated nothing")
@@ -329,7 +298,6 @@ def follow(optimizer: ZenFlowOptimizer, quality: Quality, late: ZenFlowConfig | 
     """Say once what "published" would win, or let it be won; on several ranks all call it.
 
     Args:
-        optimizer: made for this quality, before its first step.
         quality: "exact": say it; else find the knobs.
         late: knobs that a run with "published" has; None: the planner finds them.
     """

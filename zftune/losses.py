@@ -91,7 +91,6 @@ class StepLosses:
         Where each was divided by their number, as for gradient accumulation, it is the mean of what was divided.
 
         Args:
-            index: of the step.
             summed: whether what backward began from is a part of the loss in any case.
         """
         step = self._closed.pop(index, None)

@@ -29,9 +29,6 @@ class Shown(Mapping[str, Any]):
     """A document of zftune that displays itself: `print` it, or let a notebook's cell end with it. Its items are those
     of the document.
 
-    Args:
-        document: of a profile, a plan or a search.
-
     Raises:
         BadInputError: it is another one.
     """

@@ -18,8 +18,6 @@ def check_output_path(path: str | None, option: str = "--json", *, standard_outp
     """Refuse a path that cannot be written.
 
     Args:
-        path: what the user gave; None: nothing is to be written.
-        option: under which name; "--html" is a page with plots.
         standard_output: whether "-" is allowed and means standard output.
 
     Raises:
@@ -60,11 +58,6 @@ def write_json(document: Mapping[str, Any], path: str | None) -> None:
 
 def write_text(text: str, path: str | Path, *, option: str) -> None:
     """Write a file, replacing what was there at once.
-
-    Args:
-        text: what it holds.
-        path: where it is.
-        option: what the command line calls it.
 
     Raises:
         ZftuneError: the file cannot be written; what was there is left as it was.

@@ -52,8 +52,6 @@ def byte_count(option: str, value: str, *, unit: str = "bytes") -> int:
     """The bytes that an option asks for: a number in its own unit, or with another one, such as 64GB or 64 GiB.
 
     Args:
-        option: as it is written.
-        value: as it was given.
         unit: of a number alone: "bytes" or "GB".
 
     Raises:
@@ -150,9 +148,6 @@ def one_of(field: str, value: object, names: Sequence[_Name], more: str = "") ->
     """The one of some names that was given.
 
     Args:
-        field: the setting or option.
-        value: as it was given.
-        names: what it may be.
         more: what else it may be, such as "a file", which somebody else has looked at.
 
     Raises:

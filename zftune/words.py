@@ -124,7 +124,6 @@ def short_setting(knobs: Mapping[str, Any], *, few: bool = False) -> str:
     """A setting in short: k, S, L, r, and unless they are to be few, what else is not as usual.
 
     Args:
-        knobs: by name.
         few: only those that have a letter, without blanks, and "sync" where overlap_step is off.
     """
     space = "" if few else " "

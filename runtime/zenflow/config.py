@@ -250,9 +250,6 @@ class ZenFlowConfig:
 def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
     """The knobs that a DeepSpeed configuration asks for, and everything that is wrong with them.
 
-    Args:
-        config: as `ZenFlowConfig.from_ds_config` takes it.
-
     Returns:
         The knobs by name. Of each value that is not allowed where it stands, the value, and what it must be.
     """

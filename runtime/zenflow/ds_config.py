@@ -91,9 +91,6 @@ def refuse_duplicates(names: Sequence[str], path: str | Path) -> None:
 def parse(text: str) -> Parsed:
     """Read JSON or, where it is none, Hjson.
 
-    Args:
-        text: of a file.
-
     Raises:
         ConfigError: it is neither; with line and column.
     """

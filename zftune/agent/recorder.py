@@ -58,11 +58,7 @@ class WallClock:
 
 
 class DeviceEvents:
-    """Marks of an accelerator: CUDA events, or times of the emulated one.
-
-    Args:
-        device: whose stream of this moment is the compute stream.
-    """
+    """Marks of an accelerator: CUDA events, or times of the emulated one."""
 
     has_stream = True
     source = "event"
@@ -167,9 +163,7 @@ class Recorder:
     time of the whole hook.
 
     Args:
-        backend: where marks come from.
         emit: called with a step once its marks are passed, at the earliest `depth` steps later.
-        clock_ns: the training thread's clock.
         depth: steps between a step and its row.
         warmup: steps before the first that is measured.
         steps: how many are measured; None: all.

@@ -58,10 +58,6 @@ class RecordFile:
     """This process's file; made with its header when the first line is written.
 
     After a `restart()` lines are held back until they say as much as those that they replace.
-
-    Args:
-        folder: where it goes.
-        header: fields of the header.
     """
 
     def __init__(self, folder: Path, header: Callable[[], Mapping[str, Any]]) -> None:

@@ -40,9 +40,6 @@ _logger = logging.getLogger("zftune")
 class Replay:
     """Carries out a schedule with the one zenflow optimizer of a training; `zftune run` sees that nobody tunes it.
 
-    Args:
-        path: of the schedule.
-
     Raises:
         BadInputError: the schedule cannot be read.
     """
@@ -122,11 +119,7 @@ BEGINNING = (
 
 
 class Recording:
-    """The schedule of the first zenflow optimizer that takes a step; its file is whole after every change.
-
-    Args:
-        path: of the file.
-    """
+    """The schedule of the first zenflow optimizer that takes a step; its file is whole after every change."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -213,11 +206,7 @@ class Entry:
 
 
 def encode(entries: Sequence[Entry]) -> str:
-    """The text of a schedule.
-
-    Args:
-        entries: in their order.
-    """
+    """The text of a schedule."""
     steps = [
         {"after_step": one.after_step, **({"flush": True} if one.knobs is None else {"knobs": dict(one.knobs)})}
         for one in entries

@@ -36,11 +36,6 @@ class Patches:
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
         """Put `make(original)` in an attribute's place.
 
-        Args:
-            owner: a module or a class.
-            name: of the attribute; a class may inherit it.
-            make: given the original, as `getattr` returns it.
-
         Returns:
             Whether there is such an attribute.
         """
@@ -107,12 +102,8 @@ class Session:
     """One process's recording.
 
     Args:
-        settings: what the parent asks for.
-        facts: collects what is trained.
-        backend_for: where marks come from, for whoever makes the steps.
         runtime_for: what adds to the rows of whoever makes the steps.
         is_capturing: whether the stream only notes down what it is given: any mark would spoil that.
-        clock_ns: the training thread's clock.
     """
 
     def __init__(
@@ -190,22 +181,13 @@ class Session:
 
     @_guarded
     def batch(self, batch: Any, workers: int | None = None) -> None:
-        """A batch came out of a data loader.
-
-        Args:
-            batch: as the loader gave it.
-            workers: processes that load for it.
-        """
+        """A batch came out of a data loader."""
         if self._is_mine():
             self._facts.batch(batch, workers)
 
     @_guarded
     def backward_begins(self, loss: Any = None) -> bool:
-        """Backward begins, or another one inside it.
-
-        Args:
-            loss: what it begins from.
-        """
+        """Backward begins, or another one inside it."""
         if not self._is_mine():
             return False
         self._backward_seen = True
@@ -279,7 +261,6 @@ class Session:
         Only the outermost counts, and none inside backward, where some optimizers update each parameter.
 
         Args:
-            of: who is stepped.
             owner: whose steps these are, if somebody else's.
             has_closure: whether forward and backward run inside it.
         """
@@ -305,7 +286,6 @@ class Session:
         """A `step()` is left.
 
         Args:
-            of: as it was entered.
             counts: whether it made a step of the training.
         """
         at = next((at for at, step in enumerate(self._steps) if step.of is of), None)

@@ -39,7 +39,6 @@ def load(path: Path, *, trust: bool) -> Any:
     """Read a file that `torch.save` wrote, to the CPU; large tensors are read when they are looked at.
 
     Args:
-        path: the file.
         trust: whether code in it may run.
 
     Raises:

@@ -34,10 +34,6 @@ def names_of(
     """The name of every parameter.
 
     Args:
-        groups: the shapes of each group's parameters.
-        given: each group's `param_names`, if there are some.
-        model: the model's `state_dict`.
-        what: what the user calls the source.
         buffers: names in it that are no parameters, as far as they are known.
         fits: asked of names that are not given, where the values can tell more than the shapes.
 

@@ -43,13 +43,7 @@ _BASELINES = {
 
 
 def listed(presets: Iterable[Preset], hw_id: str | None, width: int) -> RenderableType:
-    """A table of presets; those of this machine are marked. No name is cut or wrapped: it is there to be copied.
-
-    Args:
-        presets: its rows.
-        hw_id: of this machine; None: not known.
-        width: columns that there are; where they are few, what a preset is for is left to its name.
-    """
+    """A table of presets; those of this machine are marked. No name is cut or wrapped: it is there to be copied."""
     wide = width >= _WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("preset", no_wrap=True)

@@ -199,17 +199,7 @@ def stop(run: _Run = None, json_path: _Json = None) -> None:
 
 
 def _tell(command: str, run: str | None, json_path: str | None) -> None:
-    """Tell a run something, and print what became of it.
-
-    Args:
-        command: "pause", "resume", "rollback" or "stop".
-        run: its identity or the beginning of it; None: the only one.
-        json_path: where JSON goes; None: nowhere.
-
-    Raises:
-        BadInputError: there is no such run, or more than one.
-        DaemonError: the daemon cannot be asked, or the run's state does not allow it.
-    """
+    """Tell a run something, and print what became of it."""
     check_output_path(json_path)
     with DaemonClient() as client:
         found = http.told(client, http.chosen(client, run)["run"], command)

@@ -70,12 +70,7 @@ def stalls(run: Run) -> tuple[tuple[str, float], ...]:
 
 
 def account(run: Run, gain: Mapping[str, Any] | None) -> str:
-    """What a run took, spent and saved so far.
-
-    Args:
-        run: with its account.
-        gain: of its incumbent, where that is known.
-    """
+    """What a run took, spent and saved so far."""
     found = run["account"]
     took, spent_s = found["elapsed_s"], found["spent_s"]
     text = f"tuned for {count(found['steps'])} steps in {seconds(took)}, exploring cost "
@@ -154,13 +149,7 @@ def most_rows(height: int) -> int:
 
 
 def frame(found: Frame, width: int, height: int) -> RenderableType:
-    """A screen of this size, or a smaller one.
-
-    Args:
-        found: what is shown.
-        width: columns.
-        height: lines.
-    """
+    """A screen of this size, or a smaller one."""
     lines = [_headline(found, width)]
     if found.trouble:
         lines.append(_text(escaped(found.trouble), "bold yellow"))
@@ -178,12 +167,7 @@ def frame(found: Frame, width: int, height: int) -> RenderableType:
 
 
 def whole(details: Document, width: int) -> RenderableType:
-    """A run with everything that is known of it, however long.
-
-    Args:
-        details: as the daemon gives them.
-        width: columns.
-    """
+    """A run with everything that is known of it, however long."""
     notices = details["run"]["notices"]
     lines = [*_facts(details), *_notices(notices, len(notices))]
     trials = _tried(details)
@@ -421,9 +405,7 @@ def look(client: DaemonClient, run: str | None, height: int) -> Frame:
     """What there is to see now.
 
     Args:
-        client: of the daemon.
         run: the one that is looked at; None: the newest that trains.
-        height: of the screen.
 
     Raises:
         BadInputError: there is no such run, or more than one.

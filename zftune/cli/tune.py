@@ -193,7 +193,6 @@ class ProgressLine:
     """How far a search is, in a line.
 
     Args:
-        steps: of the training, at most.
         clock: seconds.
     """
 
@@ -205,12 +204,7 @@ class ProgressLine:
         """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
 
     def text(self, done: int, tuner: Tuner) -> str:
-        """Best so far, what is being tried, and about how long it takes once that can be known.
-
-        Args:
-            done: steps so far.
-            tuner: of the training.
-        """
+        """Best so far, what is being tried, and about how long it takes once that can be known."""
         live, search = tuner.live, tuner.search
         if live is None or search is None:
             return f"step {done}: warming up"

@@ -47,10 +47,6 @@ class Area:
 def document(areas: Iterable[Area], version: str) -> dict[str, Any]:
     """The checks as JSON: no host name, no user and no path.
 
-    Args:
-        areas: in the order in which they are shown.
-        version: of zftune.
-
     Returns:
         {"schema", "zftune", "ok", "checks": [{"area", "name", "status", "finding", "fix", "required", "stops_training",
         "figures"}]}; "ok" is false where the command ends with exit code 1.

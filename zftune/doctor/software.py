@@ -136,7 +136,6 @@ def store_check(environment: Mapping[str, str], home: Path, root: Path = Path("/
 
     Args:
         environment: $ZFTUNE_DB is a path or a URL of SQLAlchemy; else $XDG_DATA_HOME counts.
-        home: of the user.
         root: stands for "/" where the mounts are read.
     """
     name = "store"
@@ -283,11 +282,7 @@ def _builds(environment: Mapping[str, str]) -> Check:
 
 
 def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
-    """The locks of ops that are, or seem to be, compiled.
-
-    Args:
-        environment: tells where they are.
-    """
+    """The locks of ops that are, or seem to be, compiled."""
     for lock in extension_locks(environment):
         finding, figures = f"{lock.sentence[0].upper()}{lock.sentence[1:]}", {"age_s": lock.age_s}
         if lock.is_left_over:
@@ -327,11 +322,7 @@ def _python() -> Check:
 
 
 def packages(needed: dict[str, str | None]) -> Iterator[Check]:
-    """One check for the packages that are there, and one for each that is not, or is too old.
-
-    Args:
-        needed: names and least versions.
-    """
+    """One check for the packages that are there, and one for each that is not, or is too old."""
     good = []
     for name, least in needed.items():
         version = installed(name)

@@ -45,12 +45,6 @@ class FusedAdamW:
     """`torch.optim.AdamW(fused=True)` on fp32 masters, which are the weights themselves where these are fp32.
 
     Sharded parameters are updated in their rows.
-
-    Args:
-        parameters: of the model; those that need no gradient are passed over.
-        lr: the learning rate.
-        system: how gradients are clipped.
-        device: where the parameters are; tells how long steps take.
     """
 
     config = None
@@ -174,7 +168,6 @@ def several_ranks(ranks: int, work: Work) -> Iterator[None]:
     """Be the first of several ranks, which meet over gloo, for as long as the block lasts; one needs nothing.
 
     Args:
-        ranks: how many there are.
         work: of the others, each in a process of its own; meets this one in the same collectives.
 
     Raises:
@@ -251,11 +244,7 @@ _LEAST_STEPS, _MOST_STEPS = 3, 5
 
 
 def calibration_steps(window: int) -> int:
-    """Steps to profile: whole windows where these are not too long.
-
-    Args:
-        window: steps of the longest one.
-    """
+    """Steps to profile: whole windows where these are not too long."""
     return min(_MOST_STEPS, -(-_LEAST_STEPS // window) * window)
 
 
@@ -281,9 +270,6 @@ class Idle:
     def document(self, stats: Sequence[StepStats]) -> dict[str, Any]:
         """The "idle" of a profile.
 
-        Args:
-            stats: of these steps.
-
         Returns:
             Mean milliseconds of a step, in all and by cause. "stall": covered by events around waits; "launch": the
             training thread had launched nothing, and was not blocked in one of these waits; "other": what is left.
@@ -301,12 +287,7 @@ class Idle:
 
 
 def idle_of(kernels: Iterable[Kernel], steps: int) -> Idle | None:
-    """The gaps between kernels; None where there are none.
-
-    Args:
-        kernels: of all streams, in any order.
-        steps: in which they ran.
-    """
+    """The gaps between kernels; None where there are none."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin_ns)
     if not ordered:
         return None
@@ -347,11 +328,7 @@ class IdleProfiler:
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Profile what happens inside; of a GPU its kernels and launches alone, so that steps are hardly slower.
-
-        Args:
-            device: that computes.
-        """
+        """Profile what happens inside; of a GPU its kernels and launches alone, so that steps are hardly slower."""
         activity = torch.profiler.ProfilerActivity
         what = activity.CUDA if device.type == "cuda" else activity.CPU
         with torch.profiler.profile(activities=[what]) as profiler:

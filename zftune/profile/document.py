@@ -41,13 +41,8 @@ def build_document(
     """Put a profile together and check it against its schema.
 
     Args:
-        task: what was trained.
-        own: the run under the given knobs.
         baselines: the others, by their names in `BASELINES`, None for one that the GPU's memory was too small for;
             None if they were not measured.
-        ranks: what each of them measured, as `everybodys` gives it.
-        device_name: the GPU's name, or what stands for one.
-        sampling: what was sampled meanwhile.
 
     Raises:
         ProfileError: the document breaks its own schema.
@@ -86,12 +81,7 @@ def build_document(
 
 
 def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
-    """The step times of each rank; called by all of them.
-
-    Args:
-        task: of this rank.
-        own: what it has measured.
-    """
+    """The step times of each rank; called by all of them."""
     mine = {
         "rank": task.rank,
         "steps": len(own.stats),

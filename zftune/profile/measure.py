@@ -212,12 +212,7 @@ def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attem
 
 
 def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
-    """Take a few steps more, and find what the device idles for.
-
-    Args:
-        training: on a GPU.
-        taken: steps so far.
-    """
+    """Take a few steps more, and find what the device idles for."""
     optimizer = training.optimizer
     steps = calibration_steps(1 if optimizer.config is None else optimizer.config.longest_window)
     profiler = IdleProfiler()
@@ -249,11 +244,6 @@ Optimizer = TypeVar("Optimizer", bound=ZenFlowAdamW | FusedAdamW)
 
 class Training(Generic[Optimizer]):
     """The built-in workload in training, from entering to leaving; nothing that is pending is applied at the end.
-
-    Args:
-        task: what is trained, and where. With several ranks each has one, and all take the same steps.
-        system: trains it.
-        timed: whether to keep the time of each step's phases, and its loss.
 
     Raises:
         BadInputError: the model or the text does not fit the options.
@@ -359,11 +349,7 @@ def _optimizer(system: System, workload: Workload, device: Device, lr: float) ->
 
 @contextmanager
 def steady(emulated: bool) -> Iterator[None]:
-    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow.
-
-    Args:
-        emulated: whether steps run on a rig.
-    """
+    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow."""
     threads, frozen = torch.get_num_threads(), gc.get_freeze_count()
     gc.collect()
     if not frozen:  # else by somebody else, and who thaws thaws everything

@@ -129,13 +129,7 @@ def rank_bars(ranks: Sequence[Rank]) -> Iterator[tuple[str, str, Bar]]:
 
 
 def ranks_table(ranks: Sequence[Rank], *, stall: Mapping[str, Any] | None, wide: bool) -> RenderableType:
-    """Step times and phases of each rank that is shown, in milliseconds.
-
-    Args:
-        ranks: as in the document.
-        stall: of the first one, who alone tells it; None if it is not known.
-        wide: whether there is room for the phases.
-    """
+    """Step times and phases of each rank that is shown, in milliseconds."""
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
     stalls = () if stall is None else ("stall",)
     for title in ("rank", "steps", "step ms: mean", "p50", "p95", *stalls, *(PHASES if wide else ())):
@@ -189,13 +183,7 @@ SHOWS_ALL = "zftune profile -v shows which, and why"
 
 
 def render(document: Document, *, verbose: bool = False, shows_all: str = SHOWS_ALL) -> RenderableType:
-    """The whole screen of a valid profile document, to be printed by a rich console.
-
-    Args:
-        document: of the profile.
-        verbose: with every figure that is missing, and not only those that matter most.
-        shows_all: what names the rest, in words.
-    """
+    """The whole screen of a valid profile document, to be printed by a rich console."""
     return _Screen(document, verbose=verbose, shows_all=shows_all)
 
 

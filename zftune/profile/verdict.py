@@ -319,9 +319,6 @@ _OWN_WORK = {
 def verdict(document: Document) -> list[str]:
     """Name the bottleneck and the knob to turn, or say that offloading is not the way.
 
-    Args:
-        document: a profile document; its own "verdict" is not read.
-
     Returns:
         Sentences, the most important first.
     """

@@ -178,10 +178,6 @@ _SYSTEM_COUNTERS = (
 def write_trace(document: Document, path: str | Path) -> None:
     """Write the trace of a profile.
 
-    Args:
-        document: a valid profile document.
-        path: the file, which is replaced at once.
-
     Raises:
         ZftuneError: the file cannot be written.
     """

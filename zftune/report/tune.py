@@ -166,11 +166,7 @@ Document = Mapping[str, Any]
 
 
 def tune_page(document: Document) -> str:
-    """The page of a search.
-
-    Args:
-        document: what `zftune tune --json` or `zftune explain --json` writes.
-    """
+    """The page of a search."""
     charts = _charts(document)
     body = [_head(document), *(text for text, _ in charts.values()), *_tables(document), foot(document)]
     figures = {name: chart.figure.to_plotly_json() for name, (_, chart) in charts.items() if chart is not None}

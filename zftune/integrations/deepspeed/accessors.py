@@ -52,11 +52,7 @@ _OF_THE_PARAMETER = {
 
 
 def mark(module: nn.Module) -> None:
-    """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state.
-
-    Args:
-        module: that FSDP2 has sharded; the same on all ranks.
-    """
+    """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -79,9 +75,6 @@ def reduce_unused(module: Any) -> None:
     """Let ranks use different experts of a model whose leaf modules a script has named: what is unused has zeros.
 
     As under ZeRO (`deepspeed.utils.set_z3_leaf_modules`); else ranks reduce other gradients than others, and wait.
-
-    Args:
-        module: that FSDP2 has sharded.
     """
     from deepspeed.utils import z3_leaf_module
 
@@ -153,7 +146,6 @@ def link(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> Non
 
     Args:
         optimizer: has it; is not kept alive.
-        parameters: of the optimizer.
     """
     for parameter in parameters:
         for name, kind in _attributes_of(parameter).items():
@@ -161,12 +153,7 @@ def link(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> Non
 
 
 def unlink(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Undo it, unless another optimizer has the parameters by now.
-
-    Args:
-        optimizer: whose links they were.
-        parameters: of the optimizer.
-    """
+    """Undo it, unless another optimizer has the parameters by now."""
     for parameter in parameters:
         for name in _attributes_of(parameter):
             one = vars(parameter).get(name)
@@ -251,11 +238,7 @@ class _Gradient(_Whole):
     """Is asked where `.grad` is None."""
 
     def _of_a_backward(self) -> nn.Parameter:
-        """The parameter, or this rank's rows of it, where others have a gradient.
-
-        Raises:
-            ValueError: none has.
-        """
+        """The parameter, or this rank's rows of it, where others have a gradient."""
         rows, parameter = self.optimizer.rows, self.parameter
         if all(one.grad is None for one in rows):
             raise ValueError(_NO_GRADIENT)

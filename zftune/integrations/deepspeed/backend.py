@@ -46,13 +46,7 @@ from zftune.variables import NOBODY, ONLINE
 
 
 def attach(engine: Any, optimizer: EngineOptimizer, plan: Plan) -> None:
-    """Tune the knobs while the engine trains.
-
-    Args:
-        engine: of DeepSpeed.
-        optimizer: the engine's.
-        plan: of the call.
-    """
+    """Tune the knobs while the engine trains."""
     from zftune.attaching import attach as follow
     from zftune.attaching import log_loss
 
@@ -102,10 +96,6 @@ class Plan:
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
     """Read a ds_config that offloads; changes nothing yet.
 
-    Args:
-        config: as the script has it.
-        section: what is asked for.
-
     Raises:
         BadInputError: something is not allowed, or not done by this backend; one sentence.
     """
@@ -138,10 +128,6 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
 def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
     """What makes the optimizer, but for a callable, which has to be called first; None: there is none to make.
 
-    Args:
-        config: as the script has it.
-        optimizer: as the script passes it.
-
     Raises:
         BadInputError: it is not one of those that fit.
     """
@@ -152,10 +138,6 @@ def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | 
 
 def require_plain(module: nn.Module, stage: int) -> None:
     """Refuse models that DeepSpeed has cut up.
-
-    Args:
-        module: as the script passes it.
-        stage: of ZeRO.
 
     Raises:
         BadInputError: it is a pipeline, or was made under `deepspeed.zero.Init` without stage 3.
@@ -173,10 +155,6 @@ def require_plain(module: nn.Module, stage: int) -> None:
 
 def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     """At stage 3, leave each of several ranks its rows of the model; one rank too, where they have to be on the host.
-
-    Args:
-        plan: of the call.
-        module: changed in place.
 
     Returns:
         None: it is whole.
@@ -218,12 +196,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
 
 
 def partition(plan: Plan, module: nn.Module) -> tuple[Partition | None, str]:
-    """How several ranks share out the state at stages 1 and 2; and why they do not, or nothing.
-
-    Args:
-        plan: of the call.
-        module: whole.
-    """
+    """How several ranks share out the state at stages 1 and 2; and why they do not, or nothing."""
     if plan.stage not in _PARTITIONED or not several_ranks():
         return None, ""
     if (why := obstacle(module.parameters())) is not None:
@@ -251,8 +224,6 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
     Args:
         module: before it is cut up. Sequences of a transformers model are as long as the planner takes them to be, or
             as the model allows; of another one nothing is known, and its activations are those of one token.
-        plan: of the call.
-        ranks: how many share it.
     """
     from zftune.planner.memory import device_bytes
     from zftune.planner.model import Job, ModelFacts
@@ -276,11 +247,7 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
 
 @contextmanager
 def staying(module: nn.Module) -> Iterator[None]:
-    """Within it `module.to()` does nothing: the weights are where they belong, and torch would make new ones of them.
-
-    Args:
-        module: that FSDP2 has sharded.
-    """
+    """Disable `module.to()` inside the block: it would replace weights that are already in their place."""
     module.to = lambda *_, **__: module  # type: ignore[method-assign]
     try:
         yield
@@ -292,10 +259,7 @@ class Making:
     """Makes the optimizer where DeepSpeed asks for it: once the model is on its device.
 
     Args:
-        plan: of the call.
         recipe: None: `callable_` gives the optimizer to copy.
-        callable_: as the script passes it.
-        module: the model.
         sharded: what became of its parameters; None: they are whole.
     """
 
@@ -423,13 +387,7 @@ def _copied(parameters: Any) -> Iterable[Any]:
 
 
 def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
-    """Let an engine leave to the runtime what the runtime does.
-
-    Args:
-        engine: just made.
-        made: its optimizer.
-        plan: of the call.
-    """
+    """Let an engine leave to the runtime what the runtime does."""
     made.given_stage = plan.stage
     _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.

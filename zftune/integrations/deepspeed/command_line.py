@@ -33,10 +33,6 @@ def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
     What is not there, or is something else, is the training's own matter.
 
-    Args:
-        command: a program and its arguments.
-        environment: in which it is run.
-
     Raises:
         BadInputError: a JSON that an option names is none, or Accelerate ends.
     """

@@ -43,10 +43,7 @@ def apply(
     """A ds_config with knobs.
 
     Args:
-        ds_config: as the user has it; not changed.
-        knobs: of a preset.
         stage: ZeRO stage of the preset, for a ds_config that has none.
-        backend: what the preset was measured with.
 
     Raises:
         BadInputError: upstream cannot train this with these knobs; names the field, the value and what is allowed.
@@ -284,11 +281,6 @@ def named(store: Store, name: str) -> Preset:
 
 def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
     """Put a preset's knobs into a ds_config.
-
-    Args:
-        store: where presets are.
-        ds_config: path of the user's.
-        wish: which preset.
 
     Raises:
         BadInputError: there is no such preset, it was proven for something else, or upstream cannot train with it.

@@ -42,8 +42,6 @@ class SupervisedProcess:
     """A running command: its ends, and the ways to end it. Inside `held_signals` only.
 
     Args:
-        command: what to run, found as `execvp` does it.
-        environment: for the command.
         mask: signals that are blocked in the command.
 
     Raises:

@@ -70,7 +70,6 @@ def end_all(
         How many had not ended by themselves.
 
     Args:
-        pids: the processes, asked again and again, since they may start others.
         over: whether none is left; reaps those that ended.
         wait_s: time to end by themselves.
         term_s: time after SIGTERM.
@@ -141,10 +140,8 @@ class Supervisor:
     """Keeps one command.
 
     Args:
-        command: what to run.
         control: pipe that tells what to do.
         status: pipe to tell what happens.
-        mask: signals that are blocked in the command.
     """
 
     def __init__(self, command: Sequence[str], control: int, status: int, mask: Sequence[int]) -> None:

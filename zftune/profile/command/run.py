@@ -176,11 +176,7 @@ def _environment(options: CommandOptions, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for the records that only this user can enter: in memory where there is room, else for temporary files.
-
-    Raises:
-        ProfileError: none can be made.
-    """
+    """A private folder for the records: in memory if there is room, else among temporary files."""
     path = _made_folder()
     try:
         yield path

@@ -119,11 +119,7 @@ class Finding:
         return replace(self, value=MISSING)
 
     def placed(self, places: Mapping[str, Place]) -> Finding:
-        """The same in the names that settings have where Accelerate reads them.
-
-        Args:
-            places: of settings, as `Source` has them; nothing changes where there are none.
-        """
+        """The same in the names that settings have where Accelerate reads them."""
         if not places:
             return self
         dotted = ".".join(self.path)
@@ -178,12 +174,7 @@ class Report:
         return not any(finding.is_fault for finding in self.findings)
 
     def document(self, version: str, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As JSON.
-
-        Args:
-            version: of zftune.
-            fixed: what `--fix` did.
-        """
+        """As JSON."""
         return {
             "schema": SCHEMA_NAME,
             "zftune": version,
@@ -235,23 +226,12 @@ _HEADINGS: dict[Severity, str] = {
 
 
 def render(report: Report, *, notes: bool = False) -> RenderableType:
-    """The findings, grouped by severity, what sums them up, and a last line with what `zftune run` does.
-
-    Args:
-        report: what was found.
-        notes: whether to show what nobody needs to mend.
-    """
+    """The findings, grouped by severity, what sums them up, and a last line with what `zftune run` does."""
     return _Screen(list(_findings(report, notes)))
 
 
 def render_changes(heading: str, changes: Sequence[Change], left: Report) -> RenderableType:
-    """What `--fix` changed.
-
-    Args:
-        heading: what was done, and with which file.
-        changes: in the order in which they were made.
-        left: what is found in the written file.
-    """
+    """What `--fix` changed."""
     parts: list[RenderableType] = [Rule(Text(heading, style="bold"), align="left", style="dim")]
     parts += [Text(line) for line in dict.fromkeys(change.sentence() for change in changes)]
     faults = [finding for finding in left.findings if finding.is_fault]
