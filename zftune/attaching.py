@@ -248,7 +248,6 @@ def start_tuner(
 
 
 def _needs(tuner: Tuner, options: SearchOptions) -> str:
-    """How many steps a search takes, in a sentence."""
     window, most = tuner.incumbent.update_interval, options.most_measurements
     steps = tuner.begins + most * (window + steps_of(window))
     return (

@@ -90,7 +90,6 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:
 
 
 def _about(training: Training[ZenFlowAdamW], device_name: str) -> dict[str, Any]:
-    """What is trained, and on what."""
     from zftune.telemetry import hardware, software
 
     task, ranks = training.task, training.task.ranks
@@ -134,7 +133,6 @@ def _train(training: Training[ZenFlowAdamW], tuner: Tuner, most: int, on_step: O
 
 
 def _step(training: Training[ZenFlowAdamW]) -> torch.Tensor:
-    """One step; with several ranks as a whole, since the others wait for the rest of it."""
     with ExitStack() as held:
         if training.task.ranks > 1:
             held.enter_context(HeldSignals(patient=True))
@@ -142,7 +140,6 @@ def _step(training: Training[ZenFlowAdamW]) -> torch.Tensor:
 
 
 def _train_beside(options: TuneOptions, config: ZenFlowConfig, quality: Quality, rank: int) -> None:
-    """What another rank than the first does: train for as long as that one does."""
     task = replace(_task_of(options, config)[0], rank=rank)
     with Training(task, config) as training, _tuner(training, options, quality, None) as follower:
         while follower.meets_ranks:

@@ -149,7 +149,6 @@ def _exchange_ms(measured: Measured, config: ZenFlowConfig) -> float:
 
 
 def _machine(measured: Measured, needed_bytes: int) -> Machine:
-    """With as much device memory as a setting needs by prediction, and what other knobs may take beyond."""
     return machine_of(
         "this run",
         "",
@@ -259,7 +258,6 @@ def _host_bytes(optimizer: ZenFlowOptimizer) -> int:
 
 
 def _link_gbps(timeline: Timeline, lane: Lane) -> float:
-    """Of the copies that began while it was recorded."""
     spans = [span for span in timeline.lanes.get(lane, ()) if span.begin_ms > 0 and span.nbytes]
     busy_ms = sum(span.end_ms - span.begin_ms for span in spans)
     if not busy_ms > 0:
@@ -286,8 +284,6 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the planner said, on all ranks alike."""
-
     plans: list[Planned]
     step_ms: float = 0.0
     why_not: str = ""
@@ -406,7 +402,6 @@ class _Following:
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: ZenFlowOptimizer, answer: _Answer) -> None:
-        """Set the first knobs that there is memory for."""
         own = optimizer.config
         refused = answer.why_not or "no late updates fit into memory"
         choices = answer.plans or ([Planned(late_defaults(self._quality, own), 0.0)] if answer.why_not else [])

@@ -29,8 +29,6 @@ _BLOCK = 64
 
 @dataclass(slots=True)
 class _Step:
-    """Values of one step's passes: numbers, or host memory that they are on their way to."""
-
     passes: int = 0
     """Of backward."""
     divisors: set[float] = field(default_factory=set)
@@ -80,7 +78,6 @@ class StepLosses:
             values.append(float(loss))
 
     def end_step(self, index: int) -> None:
-        """The step that is under way is over."""
         if any(self._open.seen.values()):
             self._closed[index] = self._open
         self._open = _Step()
@@ -105,7 +102,6 @@ class StepLosses:
         return found if math.isfinite(found) else math.nan
 
     def forget(self) -> None:
-        """The open step begins anew."""
         self._open = _Step()
 
     def _add_tensor(self, loss: torch.Tensor, values: list[float | torch.Tensor]) -> None:

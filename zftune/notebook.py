@@ -56,12 +56,10 @@ class Shown(Mapping[str, Any]):
         return str(self)
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         code = '<pre style="line-height:1.2;overflow-x:auto">{code}</pre>'
         return str(self._printed().export_html(inline_styles=True, code_format=code))
 
     def _repr_markdown_(self) -> str:
-        """For notebooks that are turned into text."""
         return f"```\n{self}\n```"
 
     def _printed(self) -> Any:

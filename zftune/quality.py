@@ -289,6 +289,5 @@ def coverage_advice(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = 
 
 
 def _adopted(knobs: Mapping[str, Any], start: Mapping[str, Any] | None) -> str:
-    """What decides how late updates are and is not as at the start, in words."""
     names = () if start is None else (name for name in _LATE if knobs.get(name) != start.get(name))
     return ", ".join(f"{name} {words.value(knobs.get(name))}" for name in names)

@@ -147,7 +147,6 @@ def modernized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(digits: str) -> float:
-    """As Hjson reads one with a fraction or an exponent."""
     number = float(digits)
     return int(number) if abs(number) < _WHOLE_BELOW and number.is_integer() else number
 

@@ -127,8 +127,6 @@ class _Point:
 
 @dataclass(slots=True)
 class _Step:
-    """A step's raw material until its marks have been passed."""
-
     index: int
     begin: _Point
     end: _Point | None = None
@@ -212,7 +210,6 @@ class Recorder:
                 self._begin_wait("data", phase.begin)
 
     def leave(self, name: Phase) -> None:
-        """End a phase; without its `enter` this does nothing."""
         phase = self._phase
         phase.depth = max(0, phase.depth - 1)
         if phase.depth == 0 and phase.begin is not None:
@@ -235,7 +232,6 @@ class Recorder:
         self._end_wait(self._point() if self._wait.depth == 1 else None)
 
     def end_step(self) -> None:
-        """End the open step and begin the next one at the same point; then emit what is resolved."""
         point = self._point()
         if self._step is not None:
             self._split(self._step, point)
@@ -275,7 +271,6 @@ class Recorder:
             wait.begin = None
 
     def _split(self, step: _Step, point: _Point) -> None:
-        """What is entered at a step's end goes on in the next one."""
         for open_, closed in ((self._phase, step.phases), (self._wait, step.waits)):
             if open_.begin is not None:
                 closed.append((open_.name, open_.begin, point))

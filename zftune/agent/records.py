@@ -86,7 +86,6 @@ class RecordFile:
         self._line(kind, values)
 
     def step(self, row: StepRow) -> None:
-        """Append a step."""
         self.write("step", **{name: getattr(row, name) for name in _ROW})
         self._measured += row.measured
         if self._held is not None and self._measured >= self._replaced:
@@ -114,7 +113,6 @@ class RecordFile:
         self.close()
 
     def close(self) -> None:
-        """Write no more; the same file is appended to if something is written nevertheless."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

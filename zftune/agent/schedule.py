@@ -147,7 +147,6 @@ class Recording:
         self._write()
 
     def before(self, optimizer: ZenFlowOptimizer) -> None:
-        """What is flushed from here to `after` is flushed by a hook."""
         if self._is_ours(optimizer):
             self._step_begun_at = optimizer.steps
 

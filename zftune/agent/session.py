@@ -90,8 +90,6 @@ def _guarded(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A `step()` that was entered and not left."""
-
     of: Any
     owner: Any
     has_closure: bool
@@ -165,7 +163,6 @@ class Session:
 
     @_guarded
     def data_begins(self) -> bool:
-        """A data loader was asked for a batch."""
         if not self._is_mine():
             return False
         self._drop_steps(0)  # a step() that raised was never left
@@ -175,19 +172,16 @@ class Session:
 
     @_guarded
     def data_ends(self) -> None:
-        """It has given one, or is at its end."""
         if self._recorder is not None:
             self._recorder.leave("data")
 
     @_guarded
     def batch(self, batch: Any, workers: int | None = None) -> None:
-        """A batch came out of a data loader."""
         if self._is_mine():
             self._facts.batch(batch, workers)
 
     @_guarded
     def backward_begins(self, loss: Any = None) -> bool:
-        """Backward begins, or another one inside it."""
         if not self._is_mine():
             return False
         self._backward_seen = True
@@ -202,7 +196,6 @@ class Session:
 
     @_guarded
     def backward_ends(self) -> None:
-        """The innermost one that began is over."""
         self._backwards -= 1
         if self._backwards == 0:
             if self._recorder is not None:
@@ -222,7 +215,6 @@ class Session:
 
     @_guarded
     def wait_ends(self) -> None:
-        """The wait that began last is over."""
         if self._recorder is not None:
             self._recorder.leave_wait()
 
@@ -230,12 +222,10 @@ class Session:
 
     @_guarded
     def loss_scaled(self, result: Any, loss: Any) -> None:
-        """A GradScaler has multiplied a loss."""
         if self._losses is not None and self._is_mine():
             self._losses.scaled(result, loss)
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """The script logs its loss itself."""
         self._log_loss(self.clock_ns(), loss)
 
     @_guarded
@@ -312,7 +302,6 @@ class Session:
                 self._recorder.leave("optimizer")
 
     def _drop_steps(self, at: int) -> None:
-        """Leave the steps from `at` inwards."""
         while len(self._steps) > at:
             step = self._steps.pop()
             if step.is_wait and self._recorder is not None:
@@ -350,7 +339,6 @@ class Session:
             self._other_stepped(of)
 
     def _begin(self, of: Any) -> None:
-        """The first step is over: what the training is can be looked at now."""
         self._recorder = None
         self._adopt(of)
         self._backend = backend = self._backend_for(of)

@@ -109,7 +109,6 @@ class Converted:
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "schema": "zftune.checkpoint/1",
             "from": self.source_form,

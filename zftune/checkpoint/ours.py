@@ -186,7 +186,6 @@ def _shape(state: Any, number: object, what: str) -> tuple[int, ...]:
 
 
 def _rounds_to(weight: SavedWeight, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> bool:
-    """Whether the masters are a tensor's, by a sample; those whose weights are on their way are left out."""
     if not weight.started:
         return True
     master, plan = tensors["master"], weight.plan

@@ -200,7 +200,6 @@ def _group(parts: Sequence[Mapping[str, Any]], number: int, shapes: Mapping[str,
 
 
 def _joined(pieces: Sequence[torch.Tensor], total: int, what: str) -> torch.Tensor:
-    """One vector of the ranks' parts, without the padding at its end."""
     length, alignment = sum(piece.numel() for piece in pieces), 2 * len(pieces)
     if not total <= length < total + alignment:
         raise BadInputError(f"{what}: its partitions hold {length} elements; they must hold {total} and padding")

@@ -126,7 +126,6 @@ def _check_paths(fix: bool, output: str | None, json_path: str | None) -> None:
 
 
 def _fault_of_preset(name: str) -> str | None:
-    """Why `zftune run` would refuse a preset; None: it would not."""
     from zftune.integrations.deepspeed.section import Section, require_preset
 
     try:
@@ -137,7 +136,6 @@ def _fault_of_preset(name: str) -> str | None:
 
 
 def _write(console: Console, source: Source, mended: Mended, ds_config: str, output: str) -> None:
-    """Write the mended file and show what was changed."""
     from zftune.ds_config.reading import rewritten
     from zftune.integrations.deepspeed.check import findings
 

@@ -401,7 +401,6 @@ def _confirm(question: str, *, yes: bool) -> None:
 
 
 def _is_asked() -> bool:
-    """Whether somebody is there to answer."""
     return sys.stdin.isatty()
 
 

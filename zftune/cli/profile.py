@@ -317,7 +317,6 @@ def _progress(console: Console) -> Iterator[Any]:
 
 @contextmanager
 def _notes(console: Console) -> Iterator[None]:
-    """Show warnings about the settings as notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -326,7 +325,6 @@ def _notes(console: Console) -> Iterator[None]:
 
 
 def _interval(value: str | None) -> int | str | None:
-    """An integer where it is one; the knob's own check says what is allowed."""
     try:
         return None if value is None else int(value)
     except ValueError:

@@ -128,7 +128,6 @@ def _check(
 def _would(
     command: Sequence[str], found: Sequence[Found], environment: Mapping[str, str], *, online: bool, replayed: bool
 ) -> Iterator[str]:
-    """What `zftune run` would do."""
     from zftune.daemon.client.location import locate
     from zftune.integrations.deepspeed.section import BEST, NO_PRESET
     from zftune.store.location import meant_by
@@ -160,7 +159,6 @@ def _would(
 
 
 def _searched(*, online: bool, fresh: bool, replayed: bool) -> dict[str, str]:
-    """Variables that say who searches, and from where."""
     from zftune.variables import FRESH, NOBODY, ONLINE
 
     who = NOBODY if replayed else "daemon" if online else ""
@@ -172,7 +170,6 @@ def _encoded(wanted: dict[str, Any]) -> str:
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Give this process to a program."""
     numbers = (signal.SIGPIPE, signal.SIGXFSZ)
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]  # Python ignores them; its heir would, too
     sys.stdout.flush()
@@ -210,7 +207,6 @@ def _require_daemon(environment: Mapping[str, str]) -> None:
 def _steering(
     asked: dict[str, Any], found: Sequence[Found], schedule: str | None, export_schedule: str | None
 ) -> dict[str, str]:
-    """Files of knobs, as a process in another folder finds them."""
     given = {"schedule": schedule, "export_schedule": export_schedule}
     if schedule is not None:
         if asked.get("online"):

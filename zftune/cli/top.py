@@ -197,7 +197,6 @@ def _headline(found: Frame, width: int) -> Text:
 
 
 def _rows(shown: Sequence[Document], width: int) -> list[Text]:
-    """A heading and the runs; the last decision's reason beside a run, or below it where there is no room."""
     wide = width >= WIDE
     bar = _WIDE_BAR if wide else _BAR
     sizes = {"run": 8, "state": 10, "step": 6, "ms": 6, "stall": bar + 11, "gain": 11, "settings": 20}
@@ -230,14 +229,12 @@ def _cells(details: Document, bar: int) -> tuple[Text, ...]:
 
 
 def _cell(text: Text, size: int, title: str) -> Text:
-    """A cell and the blank after it; numbers stand at the right."""
     text.truncate(size, overflow="ellipsis")
     blanks = " " * (size - text.cell_len)
     return Text(blanks).append_text(text).append(" ") if title in ("step", "ms") else text.append(blanks + " ")
 
 
 def _stall(run: Document, bar: int) -> Text:
-    """What of a step is waiting, by cause, as a bar; and the most frequent cause in words."""
     parts = stalls(run)
     if not parts:
         return _text(NONE if run["step_ms"] is None or run["stall_ms"] else "no GPU stream", "dim")
@@ -277,7 +274,6 @@ def _details(details: Document, width: int, height: int) -> list[Text]:
 
 
 def _newest(decisions: Sequence[Document], width: int, room: int) -> tuple[list[Text], int]:
-    """The lines of the newest decisions that have room, and how many decisions these are."""
     lines: list[Text] = []
     for count, one in enumerate(reversed(decisions)):
         more = _decision(one, width, _MOST_LINES)
@@ -315,14 +311,12 @@ def _facts(details: Document) -> list[Text]:
 
 
 def _notices(notices: Sequence[str], most: int) -> list[Text]:
-    """As many as have room, the first at least, and where the others are."""
     shown, hidden = notices[: max(1, most)], len(notices[max(1, most) :])
     lines = [_text(escaped(one), "yellow") for one in shown]
     return [*lines, *([_text(f"and {hidden} more: zftune runs show", "dim")] if hidden else [])]
 
 
 def _turn(details: Document) -> str:
-    """What to turn where the coverage is low."""
     knobs, best, trials = details["run"]["knobs"], details["incumbent"], details["trials"]
     start = None if best is None else adopted_from(knobs, trials[0]["knobs"], trials[best]["knobs"])
     return coverage_advice(knobs, start)
@@ -437,7 +431,6 @@ def _print(client: DaemonClient, run: str | None) -> None:
 
 
 def _watch(client: DaemonClient, run: str | None, interval_s: float) -> None:
-    """Until Ctrl-C; the terminal is then as it was."""
     from dataclasses import replace
 
     from rich.console import Console

@@ -109,7 +109,6 @@ def tune(
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Refuse at once what is wrong: searching takes minutes."""
     from zftune.tuner.search import LEAST_MEASUREMENTS
 
     Outputs(given["json_path"], given["html_path"], None).check()
@@ -121,7 +120,6 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _live(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Tune the built-in workload, and show what came of it."""
     from rich.console import Console
 
     from zftune.builtin import TuneOptions, tune
@@ -167,7 +165,6 @@ def _log_lines(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console, steps: int) -> Iterator[OnStep]:
-    """One line about the search: rewritten on a terminal, in a pipe a new one now and then."""
     from rich.live import Live
     from rich.text import Text
 
@@ -204,7 +201,6 @@ class ProgressLine:
         """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
 
     def text(self, done: int, tuner: Tuner) -> str:
-        """Best so far, what is being tried, and about how long it takes once that can be known."""
         live, search = tuner.live, tuner.search
         if live is None or search is None:
             return f"step {done}: warming up"

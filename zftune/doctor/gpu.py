@@ -140,7 +140,6 @@ def gpu_checks(gpu_names: list[str] | None) -> Iterator[Check]:
 
 
 def _use_cuda() -> str | list[str]:
-    """What CUDA is used for: the names of the devices, each of which took a tensor, or why that failed."""
     import torch
 
     try:
@@ -234,5 +233,4 @@ def _triton_kernels(version: str) -> Check:
 
 
 def _without_paths(text: str) -> str:
-    """With the last part of each path alone."""
     return re.sub(r"(?<![\w.])(?:/[^\s/'\":]+)*/(?=[^\s/'\":])", "", text)

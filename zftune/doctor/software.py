@@ -41,17 +41,14 @@ class ExtensionLock:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether it is older than a compilation takes."""
         return self.age_s > _LONGEST_S
 
     @property
     def sentence(self) -> str:
-        """Which it is, and its age."""
         return f"the compilation lock {self.shown} is {_age(self.age_s)} old"
 
     @property
     def removal(self) -> str:
-        """The command that removes it."""
         return f"rm {self.shown}"
 
 
@@ -347,7 +344,6 @@ def packages(needed: dict[str, str | None]) -> Iterator[Check]:
 
 
 def _why_not(name: str) -> str:
-    """Why a package cannot be imported; "" where it can."""
     try:
         import_module(name)
     except Exception as error:  # noqa: BLE001 - a half-written file raises what it likes

@@ -341,13 +341,11 @@ def rewritten(source: Source, config: Mapping[str, Any]) -> str:
 
 
 def _next(text: str, at: int) -> int:
-    """Where the white space ends that may be at this place."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def _object(text: str, start: int, old: Mapping[str, Any], new: Mapping[str, Any], line: str) -> tuple[str, int]:
-    """An object with other members, and where it ends in the text."""
     end, at = start + 1, _next(text, start + 1)
     lead = text[end:at] if old else line and f"{line}  "
     unit = lead.removeprefix(line) if line and lead.startswith(line) else None

@@ -63,12 +63,10 @@ class Sharded:
 
     @property
     def on_host(self) -> bool:
-        """Whether the rows lie there."""
         return bool(self.on_host_since)
 
     @property
     def bytes(self) -> int:
-        """Of this rank's rows."""
         return sum(local_rows(parameter).nbytes for parameter in self.parameters)
 
 
@@ -254,7 +252,6 @@ def make_whole(module: nn.Module) -> None:
 
 
 def _places(module: nn.Module) -> dict[int, list[Place]]:
-    """Where each parameter stands, by its `id`."""
     found: dict[int, list[Place]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -287,7 +284,6 @@ def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | Non
 def _cut(
     old: Any, places: list[Place], mesh: DeviceMesh, dtype: torch.dtype | None, home: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Make a parameter ready for `fully_shard`."""
     rank, ranks, on_zero = mesh.get_local_rank(), mesh.size(), hasattr(old, "ds_id")
     target = dtype if dtype is not None and old.is_floating_point() else old.dtype
     if on_zero:
@@ -381,7 +377,6 @@ def _sharded(places: list[Place], rows: torch.Tensor | None) -> nn.Parameter:
 
 
 def _redirect(old: Any, place: Place) -> None:
-    """Let what a script does with a parameter that was replaced be done with the new one."""
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     vars(old).clear()  # what ZeRO asks it for is the new one's
     old.__class__ = Former

@@ -260,7 +260,6 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         return {"micro_batch": batch, "tokens": tokens, **self._attach}
 
     def _end(self) -> None:
-        """Once: end the tuner under its best knobs, and apply what is pending."""
         if self._losses is None:
             return
         self._losses.close()
@@ -294,7 +293,6 @@ class _Early(TrainerCallback):  # type: ignore[misc]
         return early
 
     def leave(self) -> None:
-        """Leave the Trainer's callbacks as they were."""
         self._handler.callbacks = [one for one in self._handler.callbacks if one is not self]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
@@ -329,7 +327,6 @@ class _Losses:
         return taken
 
     def close(self) -> None:
-        """Look no longer."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -365,7 +362,6 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _zenflow(optimizer: Any) -> ZenFlowOptimizer:
-    """What Accelerate has wrapped."""
     inner = innermost(optimizer)
     if not isinstance(inner, ZenFlowOptimizer):
         raise BadInputError(

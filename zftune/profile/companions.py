@@ -62,11 +62,9 @@ class FusedAdamW:
 
     @property
     def last_end(self) -> Mark | None:
-        """Where the last step ended; None before the first."""
         return self._history.last_end
 
     def history(self, *, wait: bool = False, after: int = 0) -> list[StepStats]:
-        """As `ZenFlowAdamW.history`."""
         return self._history.steps(wait=wait, after=after)
 
     def record_timeline(self) -> None:
@@ -76,7 +74,6 @@ class FusedAdamW:
         """There is none."""
 
     def host_bytes(self) -> dict[str, int]:
-        """Peak host memory by use: none."""
         return {}
 
     def close(self) -> None:
@@ -85,13 +82,11 @@ class FusedAdamW:
     abandon = close
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take one step with the gradients in `.grad`; never waits for the device."""
         self._history.begin_step()
         skip = self._clip()
         for part in self._parts:
@@ -113,8 +108,6 @@ class FusedAdamW:
 
 
 class _Part:
-    """Some of the parameters, which are updated together."""
-
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         self._parameters = parameters
         self._weights = [local_rows(parameter.detach()) for parameter in parameters]
@@ -122,7 +115,6 @@ class _Part:
         self._optimizer = torch.optim.AdamW(self._masters, lr=lr, fused=True)
 
     def step(self, skip: torch.Tensor | None) -> int:
-        """Update what has a gradient; the bytes of device memory that this moves."""
         nbytes = 0
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for parameter, weights, master in zip(self._parameters, self._weights, self._masters, strict=True):
@@ -143,7 +135,6 @@ class _Part:
 
 
 def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in turn, as many together as have `_PART_ELEMENTS`."""
     part: list[nn.Parameter] = []
     elements = 0
     for parameter in parameters:
@@ -227,7 +218,6 @@ def _companion(rank: int, ranks: int, folder: str, work: Work, mouth: Connection
 
 
 def _heard(ear: Connection) -> str | None:
-    """Why a rank could not go on, where it knows."""
     try:
         return str(ear.recv()) if ear.poll(_PATIENCE.total_seconds()) else None
     except EOFError:

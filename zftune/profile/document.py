@@ -99,7 +99,6 @@ def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
 
 
 def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]) -> dict[str, Any]:
-    """The figures of the run itself."""
     model_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     rig_gbps = None if rig is None else rig.host_gbps
     step_ms, stall, per_step = derive.step_ms(own.step_ms), _stall(own), _per_step(own)
@@ -144,7 +143,6 @@ def _per_step(own: Measurement) -> list[dict[str, Any]]:
 
 
 def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) -> dict[str, str]:
-    """Why top-level fields are null."""
     reasons = {"overhead_fraction": _NO_OVERHEAD, "waits_ms": _WAITS_TOGETHER}
     if any(step["loss"] is None for step in document["per_step"]):
         reasons["per_step.loss"] = "it is not a finite number"

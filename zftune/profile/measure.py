@@ -57,7 +57,6 @@ class Task:
 
     @property
     def simulated(self) -> bool:
-        """Whether time is simulated."""
         return self.rig is not None and not self.real_time
 
     def build(self) -> Workload:
@@ -212,7 +211,6 @@ def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attem
 
 
 def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
-    """Take a few steps more, and find what the device idles for."""
     optimizer = training.optimizer
     steps = calibration_steps(1 if optimizer.config is None else optimizer.config.longest_window)
     profiler = IdleProfiler()
@@ -224,7 +222,6 @@ def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
 
 
 def _train(training: Training[Any], discarded: int, measured: int, on_step: OnStep) -> int:
-    """Take all steps; when the measured ones began (CLOCK_MONOTONIC, in nanoseconds)."""
     begin_ns, device = 0, training.device
     for step in range(discarded + measured):
         if step == discarded - 1:

@@ -62,7 +62,6 @@ def systems(document: Document) -> list[System]:
 
 
 def _label(document: Document) -> str:
-    """Of this run: a command's is not called by what the built-in workload imitates with the same knobs."""
     name = label(document["knobs"])
     return "zenflow, exact" if document["command"] is not None and name.startswith("ZeRO-Offload") else name
 
@@ -249,7 +248,6 @@ def _verdict(document: Document, width: int) -> RenderableType:
 
 
 def _subject(document: Document) -> Iterator[str]:
-    """What was trained, as far as it is known."""
     workload, command = document["workload"], document["command"]
     if command is not None and command["script"] is not None:
         yield command["script"]
@@ -264,7 +262,6 @@ def _subject(document: Document) -> Iterator[str]:
 
 
 def _place(document: Document, width: int) -> str:
-    """Where this was measured, in a few words: without the CPU's name where it does not fit."""
     machine = document["hardware"]
     cores = machine["usable_cores"]
     rest = [f"{cores:g} cores" if cores is not None else None, size(machine["ram_bytes"])]
@@ -386,7 +383,6 @@ def _note_lines(document: Document, *, verbose: bool, shows_all: str) -> Iterato
 
 
 def _weight(name: str) -> int:
-    """A place in the order in which missing figures are shown."""
     return next((at for at, one in enumerate(_WANTED) if name.startswith(one)), len(_WANTED))
 
 

@@ -112,7 +112,6 @@ def _layout(document: Document, lanes: Sequence[str]) -> dict[str, Any]:
 
 
 def _step_lines(document: Document) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A line where each step begins, and its number."""
     rows = steps_of(document)
     shapes, annotations = [], []
     for row in rows if len(rows) <= _MANY_STEPS else ():

@@ -89,8 +89,6 @@ def reduce_unused(module: Any) -> None:
 
 
 class _OfParameter:
-    """Finds its parameter by name: a weak reference to it would keep `module.to()` from moving it."""
-
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
 
@@ -176,12 +174,10 @@ class _Link:
         return OrderedDict, ()  # which loads anywhere, with weights_only too
 
     def is_of(self, optimizer: ZenFlowOptimizer) -> bool:
-        """Whether it leads to this optimizer."""
         return self._optimizer() is optimizer
 
     @property
     def optimizer(self) -> ZenFlowOptimizer:
-        """The optimizer. ValueError: it is gone."""
         return _alive(self._optimizer)
 
 
@@ -193,15 +189,12 @@ def _alive(one: weakref.ref[_One]) -> _One:
 
 
 class _Whole(_Link):
-    """Of a parameter that is whole, which it does not keep alive either."""
-
     def __init__(self, optimizer: ZenFlowOptimizer, parameter: nn.Parameter) -> None:
         super().__init__(optimizer, parameter)
         self._parameter = weakref.ref(parameter)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter. ValueError: it is gone."""
         return _alive(self._parameter)
 
 
@@ -209,7 +202,6 @@ class _Fragment(_Whole):
     """Stands for ZeRO's part of the flat fp32 parameters: all of one parameter."""
 
     def get_optim_state_keys(self) -> list[str]:
-        """Names of the moments."""
         return [name for name in self.optimizer.state[self.parameter] if name != "step"]
 
     def _require(self, optim_state_key: str | None) -> None:

@@ -285,7 +285,6 @@ class Making:
         """Knobs that a run with quality published would have; None: those that the planner finds."""
 
     def __call__(self, parameters: Any) -> EngineOptimizer:
-        """An optimizer of these parameters."""
         given = fsdp2.now(parameters)
         recipe = self._recipe or optimizers.from_client(self._callable(given))
         if recipe.groups is not None:
@@ -377,7 +376,6 @@ class Making:
 
 
 def _has_tuner(section: Section) -> bool:
-    """Whether somebody else sets knobs: a search, or a schedule."""
     return section.online or os.environ.get(ONLINE) == NOBODY
 
 

@@ -74,7 +74,6 @@ class Chosen:
 
     @property
     def sentence(self) -> str:
-        """Where they come from, and why."""
         return f"{self.because}, so {self.origin}" if self.because else self.origin
 
 

@@ -76,7 +76,6 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
-        """What `engine.get_global_grad_norm()` takes over after a step."""
         return self._norm
 
     @property
@@ -214,7 +213,6 @@ class LossScaling:
         return loss.float() * self._optimizer.cur_scale
 
     def step(self, optimizer: Optimizer) -> None:
-        """Take the engine's step."""
         optimizer.step()
 
     def update(self) -> None:

@@ -115,7 +115,6 @@ def _masters(optimizer: EngineOptimizer) -> list[torch.Tensor]:
 
 
 def _groups(optimizer: EngineOptimizer) -> list[list[Any]]:
-    """The parameters of each group; a group for each that is sharded: ranks' parts of a group are joined in turn."""
     groups = [group["params"] for group in optimizer.param_groups]
     return [[parameter] for group in groups for parameter in group] if optimizer.is_sharded else groups
 

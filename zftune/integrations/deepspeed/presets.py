@@ -71,7 +71,6 @@ def apply(
 
 
 def _config(section: Any, knobs: Mapping[str, Any]) -> ZenFlowConfig:
-    """The knobs, and what the user's own section says beside them."""
     from zenflow import ConfigError, ZenFlowConfig
 
     own = {name: section[name] for name in _OWN if name in section} if isinstance(section, dict) else {}
@@ -194,7 +193,6 @@ def _warm_up(applied: Applied, config: ZenFlowConfig, update: int) -> int:
 
 
 def _select_interval(applied: Applied, config: ZenFlowConfig, update: int) -> int:
-    """In whole windows."""
     wanted = RARE_SELECTION_STEPS if config.select_interval == "auto" else config.select_interval
     steps = update * math.ceil(wanted / update)
     if steps != config.select_interval:
@@ -244,7 +242,6 @@ class AppliedPreset:
     """The ds_config as a file holds it: what the preset leaves alone stands as in the user's file."""
 
     def document(self) -> dict[str, Any]:
-        """What was done, as JSON."""
         return {
             "schema": "zftune.applied/1",
             "preset": self.preset.name,
@@ -384,7 +381,6 @@ def _is_of(preset: Preset, model: str) -> bool:
 
 
 def _about_deepspeed(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the installed version under ZenFlow."""
     from zftune.doctor.software import defects
 
     if "zenflow" not in config["zero_optimization"]:

@@ -49,12 +49,10 @@ class Refusal(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What to do."""
         return f"it must be {self.allowed}{f', or {self.instead}' if self.instead else ''}{self.near}"
 
     @property
     def reason(self) -> str:
-        """The sentence where field and value stand above it."""
         return f"zftune run refuses it: {self.wanted}."
 
     def __str__(self) -> str:
@@ -171,7 +169,6 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _allowed(name: str, value: object) -> str | None:
-    """What is allowed where a value is not."""
     if name not in FIELDS:
         return f"left out: the fields are {', '.join(FIELDS)}{did_you_mean(name, FIELDS)}"
     if value == "auto":

@@ -147,7 +147,6 @@ class SupervisedProcess:
             return
 
     def _read(self) -> None:
-        """Take in what the keeper has told."""
         part = os.read(self._status, 4096)
         *lines, self._unread = (self._unread + part).split(b"\n")
         for line in lines:

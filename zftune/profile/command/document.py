@@ -168,7 +168,6 @@ class Seen:
 
     @classmethod
     def of(cls, folder: Path, *, left: int = 0) -> Seen:
-        """What the folder of the records shows."""
         return cls(left, None if (free_bytes(folder) or 0) > _FULL_BYTES else folder.parent)
 
 
@@ -371,7 +370,6 @@ def _versions(main: Rank) -> dict[str, str]:
 
 
 def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
-    """The figures that every agent records."""
     step_ms = derive.step_ms(step["step_ms"] for step in main.steps)
     stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
     hidden = main.mean("hidden_ms")
@@ -411,7 +409,6 @@ def _known_phases(rank: Rank, phases: Mapping[str, float]) -> dict[str, float | 
 
 
 def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, Any]:
-    """What only our own optimizer can tell."""
     memory: dict[str, Any] = {"device_peak_bytes": None}
     if runtime is None:
         uses = ("state", "log", "staging", "peak")
@@ -457,13 +454,11 @@ def _begins_ms(main: Rank) -> list[float]:
 
 
 def _uuids(ranks: Sequence[Rank]) -> list[str] | None:
-    """The GPUs of the ranks; None where one does not tell its own."""
     uuids = [rank.header.get("device_uuid") for rank in ranks]
     return [str(uuid) for uuid in uuids] if all(uuids) else None
 
 
 def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
-    """Give a reason to what is null in every profile of a command, or for want of a record."""
     main, missing = ranks[0], document["missing"]
     if not main.has_batches:
         missing |= dict.fromkeys(("phases_ms.data", "per_step.phases_ms.data"), _NO_BATCH)
@@ -492,7 +487,6 @@ def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
 
 
 def _known(document: Mapping[str, Any], path: str) -> bool:
-    """Whether a dotted name is that of a single value which is there."""
     value: Any = document
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:

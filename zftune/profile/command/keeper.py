@@ -106,7 +106,6 @@ def _signal(pids: list[int], signum: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """(process, its parent) for every process."""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -155,7 +154,6 @@ class Supervisor:
         self._parent = os.getppid()
 
     def run(self) -> None:
-        """Start the command and stay until nothing of it is left."""
         adopt_orphans()
         wake = _wake_on_child()
         try:
@@ -191,7 +189,6 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _obey(self) -> bool:
-        """Do what the control pipe says; False when there is nobody any more who says it."""
         part = os.read(self._control, 4096)
         if not part:
             end_all(self._below, over=self._reap, wait_s=0.0, term_s=ABANDONED_S)
@@ -213,7 +210,6 @@ class Supervisor:
             os.kill(self._pid, signum)
 
     def _reap_and_look(self) -> bool:
-        """Whether the command has ended."""
         self._reap()
         return self._ended is not None
 

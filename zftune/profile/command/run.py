@@ -102,7 +102,6 @@ def _supervised(
 
 
 def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bool:
-    """Until the command has ended; whether it was ended from here, after all steps."""
     stopped = False
     progress, began_s, told = _Progress(folder), time.monotonic(), options.on_silence is None
     while not child.over(_POLL_S):
@@ -122,8 +121,6 @@ def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bo
 
 
 class _Progress:
-    """Whether every rank has been measured; asked at times."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_s = 0.0

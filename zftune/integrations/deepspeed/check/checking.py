@@ -86,7 +86,6 @@ def _value(one: Any, subject: Subject) -> Any:
 
 
 def _said(config: Mapping[str, Any]) -> Backend | None:
-    """The backend that a ds_config asks for itself."""
     said = at(config, ("zftune", "backend"))
     return "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
 
@@ -169,7 +168,6 @@ def _turn(finding: Finding) -> int:
 
 
 def _helps(config: Mapping[str, Any], finding: Finding) -> bool:
-    """Whether its changes are not made yet."""
     return any(at(config, each.path) != each.value for each in finding.changes)
 
 

@@ -38,7 +38,6 @@ class Change:
     value: Any
 
     def sentence(self) -> str:
-        """What is set, in words."""
         return (
             f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value, whole=True)}'}"
         )
@@ -53,7 +52,6 @@ class Change:
         return Change(path_of(place.name), self.value)
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         removed = self.value is MISSING
         return {
             "path": ".".join(self.path),
@@ -66,7 +64,6 @@ _IN_A_FILE = ", in a file that deepspeed_config_file names"
 
 
 def _beside(change: Change) -> str:
-    """Where to change what an Accelerate configuration does not have."""
     if change.path == ("zftune", "backend"):
         return f"zftune run --backend {change.value}"
     return change.sentence() + _IN_A_FILE
@@ -139,7 +136,6 @@ class Finding:
         )
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         given = self.value is not MISSING
         return {
             "rule": self.rule,
@@ -170,11 +166,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault."""
         return not any(finding.is_fault for finding in self.findings)
 
     def document(self, version: str, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As JSON."""
         return {
             "schema": SCHEMA_NAME,
             "zftune": version,
