@@ -37,10 +37,8 @@ class TuneOptions:
     """What the command line asks for; None means that it follows from the device or the configuration."""
 
     config: str | None = None
-    """Path of a ds_config."""
     quality: str | None = None
     steps: int = 2000
-    """Training steps at most."""
     model: str | None = None
     text: str | None = None
     rig: str | None = None
@@ -54,9 +52,7 @@ class TuneOptions:
     sequence: int | None = None
     search: SearchOptions = field(default_factory=SearchOptions)
     tune_memory: bool = False
-    """Whether `offload_ratio` may be lowered, which takes GPU memory."""
     fresh: bool = False
-    """Neither a preset nor an earlier run."""
 
 
 def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:

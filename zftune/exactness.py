@@ -10,7 +10,6 @@ from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 
 EXACT: Mapping[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
-"""Knobs under which nothing is late."""
 _logger = logging.getLogger("zftune")
 
 

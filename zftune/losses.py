@@ -22,7 +22,6 @@ Listener = Callable[[torch.Tensor | float], None]
 listeners: list[Listener] = []
 """Called by `zftune.log_loss` with what it was given."""
 _MOST_PASSES = 64
-"""Of a step, whose losses are kept."""
 _BLOCK = 64
 """Values in a block of pinned memory."""
 
@@ -30,9 +29,7 @@ _BLOCK = 64
 @dataclass(slots=True)
 class _Step:
     passes: int = 0
-    """Of backward."""
     divisors: set[float] = field(default_factory=set)
-    """Of what they began from."""
     seen: dict[Source, list[float | torch.Tensor]] = field(default_factory=lambda: {"backward": [], "log_loss": []})
 
 

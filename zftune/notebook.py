@@ -21,7 +21,6 @@ _SCREENS = {
     "zftune.tune/1": "zftune.explain.screen",
 }
 _IN_PYTHON = {"zftune.profile/1": {"shows_all": 'its item ["missing"] has which, and why'}}
-"""What a screen says where there is no command line."""
 _WIDTH = 100
 
 

@@ -54,7 +54,6 @@ class Facts:
         """Tokens of each batch of the open step, and whether gradients were on when it came: in most evaluations they
         are not."""
         self._fewest: int | None = None
-        """Batches of a step with backward, at the least."""
         self._workers: int | None = None
         self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 

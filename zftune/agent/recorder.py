@@ -100,7 +100,6 @@ class StepRow:
     """On the device's timeline where there is one."""
     phases_ms: dict[Lane, float]
     spans: list[tuple[Lane, float, float]]
-    """Lane, begin and end since the step's begin; they fill the step."""
     stall_ms: dict[Cause, float] | None
     """Idle time of the stream that each cause's waits made; None without a stream."""
     hidden_ms: float | None
@@ -110,13 +109,10 @@ class StepRow:
     overhead_ms: float
     """The hooks' own time, as far as it was charged."""
     tokens: int | None = None
-    """Of the batches that were loaded in this step; None where they cannot be counted."""
     loss: float | None = None
     """Mean over its backward passes, or of what the script logged; None: not known. May be not a number."""
     loss_source: str | None = None
-    """"backward" or "log_loss"."""
     runtime: dict[str, Any] | None = None
-    """What a zenflow optimizer counted in this step."""
 
 
 @dataclass(slots=True)  # frozen would be three times as slow to make
@@ -182,9 +178,7 @@ class Recorder:
         self._clock_ns = clock_ns
         self._depth = depth
         self.first_index = max(1, warmup)
-        """Of the first measured step."""
         self.last_index = math.inf if steps is None else self.first_index + steps - 1
-        """Of the last one."""
         self._step: _Step | None = None
         self._closed: deque[_Step] = deque()
         self._phase = _Open()

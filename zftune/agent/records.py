@@ -32,9 +32,7 @@ class Settings:
 
     folder: Path
     warmup: int
-    """Steps to discard."""
     steps: int
-    """Steps to measure."""
     stop: bool = False
     """Whether it is ended by SIGTERM when all steps are measured."""
 

@@ -32,7 +32,7 @@ from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent.session import Patches
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import write_text
+from zftune.text import write_text
 
 _logger = logging.getLogger("zftune")
 
@@ -128,7 +128,6 @@ class Recording:
         self._step_begun_at: int | None = None
         self._broken = False
         self.patches = Patches()
-        """Undo it to record no more."""
         self.patches.replace(ZenFlowOptimizer, "set_knobs", self._set_knobs)
         self.patches.replace(ZenFlowOptimizer, "flush", self._flush)
 

@@ -117,7 +117,6 @@ class Session:
         """Whether nothing is recorded any more; hooks then only pass calls on."""
         self.patches = Patches()
         self.undo: list[Callable[[], None]] = []
-        """Removes what was installed otherwise than by `patches`."""
         self.host_optimizers: set[type] = set()
         """Whose `step()` inside another one's is a wait for the host."""
         self.absent: dict[str, str] = {}

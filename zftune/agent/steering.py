@@ -108,7 +108,6 @@ class Online:
     def __init__(self, quality: Any, when_imported: WhenImported) -> None:
         self._quality = quality
         self.patches = Patches()
-        """Undo it to leave Trainers alone."""
         when_imported("transformers.trainer", self._tune_trainers)
 
     def begin(self, optimizer: ZenFlowOptimizer) -> None:

@@ -87,11 +87,9 @@ class Source:
 
     form: Literal["zero", "ours", "plain"]
     what: str
-    """What the user calls it."""
     document: Mapping[str, Any]
     """`mp_rank_00_model_states.pt`, or the file."""
     parts: tuple[Path, ...] = ()
-    """Each rank's file, of ZeRO."""
     tag: str | None = None
     """The inner folder's name; None of a file, and where the inner folder was given."""
     beside: Mapping[str, Any] = field(default_factory=dict)

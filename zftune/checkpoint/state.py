@@ -123,7 +123,6 @@ class Weight:
     moments: tuple[torch.Tensor, ...]
     """As `MOMENTS`, fp32; empty where there has been no update."""
     count: int
-    """Updates so far."""
 
 
 @dataclass(slots=True)
@@ -144,7 +143,6 @@ class TrainingState:
     model: dict[str, torch.Tensor]
     """The model's `state_dict` as it was saved."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """What DeepSpeed's engine keeps beside the model and the optimizer; empty where there was none."""
     loss_scaler: dict[str, float] = field(default_factory=dict)
     """Of fp16 training: DeepSpeed's numbers by its names."""
     notes: list[str] = field(default_factory=list)

@@ -22,7 +22,6 @@ from zftune.errors import BadInputError
 from zftune.telemetry.fingerprint import installed
 
 STAGE = 2
-"""That files say they are of: those of stage 1 are alike."""
 
 
 def engine_state(training: TrainingState, model: dict[str, torch.Tensor]) -> dict[str, Any]:

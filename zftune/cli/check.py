@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.types import BACKENDS, Backend
-from zftune.text import one_of
+from zftune.text import STANDARD_OUTPUT, check_output_path, one_of, write_json, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -70,7 +70,6 @@ EXIT_CODES = {
     2: "Bad input, with one sentence; nothing was started or written.",
     130: "Interrupted by Ctrl-C.",
 }
-"""Of the commands, but for those that run another one."""
 
 app = typer.Typer(
     name="zftune",

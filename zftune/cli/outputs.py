@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json, write_text
 
 _Write = Callable[[Mapping[str, Any], str], None]
 

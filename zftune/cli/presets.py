@@ -18,10 +18,9 @@ from rich.text import Text
 
 from zftune.cli.outputs import wrote
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.preset_file import escaped
 from zftune.store.types import Preset, PresetState
-from zftune.text import number, percent
+from zftune.text import STANDARD_OUTPUT, check_output_path, number, percent, write_json, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,7 @@ from typer.core import TyperCommand
 
 from zftune.cli.outputs import Outputs, wrote
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
-from zftune.text import byte_count
+from zftune.text import STANDARD_OUTPUT, byte_count, check_output_path, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import check_output_path
+from zftune.text import check_output_path
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.outcome import Outcome

@@ -13,9 +13,9 @@ from zftune.daemon import SHOWN
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient
 from zftune.errors import NoDaemonError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.location import meant_by
 from zftune.store.preset_file import escaped
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.words import RUN_STATES, seconds
 
 if TYPE_CHECKING:

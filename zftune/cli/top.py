@@ -16,11 +16,10 @@ from rich.text import Text
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, called
 from zftune.errors import BadInputError, DaemonError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.quality import adopted_from, coverage_advice
 from zftune.store.account import saved_in_words
 from zftune.store.preset_file import escaped
-from zftune.text import percent
+from zftune.text import STANDARD_OUTPUT, check_output_path, percent, write_json
 from zftune.words import NONE, colour, seconds, short_setting
 
 Run = Mapping[str, Any]
@@ -121,9 +120,7 @@ _KINDS = {"adopt": "bold green", "guard": "bold red", "crash": "red", "abort": "
 _BAR = 5
 _WIDE_BAR = 20
 _MOST_LINES = 4
-"""Of a decision on a screen."""
 _NOTICE_LINES = 12
-"""Of a screen for each notice."""
 _TRIED = ("measured", "in_flight", "aborted", "crashed", "void")
 
 
@@ -132,15 +129,10 @@ class Frame:
     """What is shown at one moment."""
 
     source: str
-    """Of it: the socket."""
     runs: Sequence[Document]
-    """At a glance, all of them."""
     shown: Sequence[Document]
-    """Details of those that have a row."""
     looked_at: Document | None
-    """Details of the one below; None: of none."""
     trouble: str = ""
-    """Why this is not the newest."""
 
 
 def most_rows(height: int) -> int:

@@ -12,8 +12,7 @@ import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
-from zftune.output import STANDARD_OUTPUT
-from zftune.text import one_of, time_left
+from zftune.text import STANDARD_OUTPUT, one_of, time_left
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -80,11 +80,9 @@ class Source:
     path: str | None = None
     """Of the file in which it stands: where an Accelerate configuration names a JSON, of that."""
     duplicates: tuple[str, ...] = ()
-    """Names that stand twice in one object."""
     flaw: str | None = None
     """Why it is not plain JSON, which is all that Hugging Face reads; None: it is."""
     text: str = ""
-    """As it stands in the file."""
     through: str | None = None
     """By what it was found: an Accelerate or training configuration, or what stands on a command line."""
     places: Mapping[str, Place] | None = None

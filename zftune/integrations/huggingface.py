@@ -317,7 +317,6 @@ class _Losses:
 
     def __init__(self, model: nn.Module | None) -> None:
         self.seen = False
-        """Whether there was one so far."""
         self._sum: torch.Tensor | None = None
         self._hook = None if model is None else model.register_forward_hook(self._see)
 

@@ -48,7 +48,6 @@ class FusedAdamW:
     """
 
     config = None
-    """It has no knobs."""
     host_engine = ("none", 0)
     """Name and threads."""
 
@@ -314,7 +313,6 @@ class IdleProfiler:
 
     def __init__(self) -> None:
         self.events: Sequence[Any] = ()
-        """Kineto's, of the last recording."""
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:

@@ -102,14 +102,12 @@ class Measurement:
     config: ZenFlowConfig | None
     """The knobs, resolved; None: torch's optimizer has none."""
     stats: list[StepStats]
-    """Of the measured steps, in order."""
     discarded: int
     phases_ms: list[dict[str, float]]
     """Of each measured step: from the end of the one before, on the device's timeline."""
     timeline: dict[str, Any] | None
     """One update window; None where no whole one was measured."""
     span_ns: tuple[int, int]
-    """Begin and end of the measured steps (CLOCK_MONOTONIC)."""
     host_bytes: dict[str, int]
     """Peak host memory by use."""
     host_engine: str
@@ -118,7 +116,6 @@ class Measurement:
     slack: Slack | None
     """None without a rig."""
     losses: list[float]
-    """Of each measured step."""
     idle: dict[str, Any] | None
     """What a GPU idled for in some more steps, under torch.profiler; None where there is none, or it saw no kernel."""
     attempts: int

@@ -166,7 +166,6 @@ class Difference:
     """A figure in both profiles."""
 
     name: str
-    """Dotted, as in the document."""
     a: float | None
     """None where that profile lacks it."""
     b: float | None
@@ -190,7 +189,6 @@ class Comparison:
 
     differences: list[Difference]
     settings: list[Setting]
-    """Knobs, workload, versions and hardware that differ."""
     warnings: list[str]
     """Why the figures may not be comparable."""
     verdict: list[str]

@@ -13,13 +13,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from zftune.output import write_text
 from zftune.plotly_js import plotly_js
 from zftune.report import tables
 from zftune.report.run import roofs_chart, run_chart
 from zftune.report.trace import timeline_chart
 from zftune.report.values import Chart, Document, reason
-from zftune.text import amount, ms, number
+from zftune.text import amount, ms, number, write_text
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 

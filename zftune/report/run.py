@@ -116,7 +116,6 @@ def _legend(roofs: Mapping[str, Any]) -> dict[str, str]:
 _BARS_PX, _PANEL_PX, _GAP_PX = 230, 96, 40
 _TOP_PX, _BOTTOM_PX = 30, 46
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted"}
-"""As plotly calls them, and as a reader does."""
 _GREY = "#8C8C8C"
 _REST, _EDGE = "rgba(140,140,140,0.28)", "rgba(128,128,128,0.5)"
 _MANY_STEPS = 120

@@ -30,7 +30,6 @@ class Setting:
     """Something that differs between the profiles, in words."""
 
     name: str
-    """Dotted, as in the document."""
     a: str
     b: str
 

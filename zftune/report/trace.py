@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zftune.output import write_text
 from zftune.profile.schema import PHASES
 from zftune.profile.verdict import phase_names
 from zftune.report.values import Chart, Document, axis, device_of, layout, samples
+from zftune.text import write_text
 from zftune.words import CAUSE_NAMES, LANE_NAMES, colour
 
 if TYPE_CHECKING:  # the trace itself needs no Plotly

@@ -25,10 +25,10 @@ from zftune.exactness import keep_exact
 from zftune.integrations import fsdp2
 from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
+    Chosen,
     Training,
     choose,
     instead_of,
-    is_planned,
     knobs_on_host,
     late_knobs,
     waited,
@@ -304,8 +304,19 @@ class Making:
         return made
 
     def _chosen(self) -> ZenFlowConfig:
-        plan, distributed = self._plan, torch.distributed
-        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        config, chosen, but = self._settings(ranks)
+        sentence = f"{chosen.sentence}{but}; {self._sharing(ranks)}".removesuffix("; ")
+        if os.environ.get(ONLINE) == NOBODY:
+            told, sentence = "late updates as the schedule has them", f"before its first change {sentence}"
+        else:
+            told = f"quality {PROMISES[self._plan.quality]}"
+        _logger.info("zftune: backend zenflow, %s; %s", told, sentence)
+        return config
+
+    def _settings(self, ranks: int) -> tuple[ZenFlowConfig, Chosen, str]:
+        """The knobs, their origin, and how they differ from it, in words."""
+        plan, late = self._plan, self._plan.quality != "exact"
         training = Training(
             module=self._module,
             backend="zenflow",
@@ -318,45 +329,38 @@ class Making:
         )
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
-        sentence = chosen.sentence
-        if plan.quality != "exact":
-            sentence += instead_of(plan.late, config, chosen, asked=plan.section.preset is not None)
+        instead = instead_of(plan.late, config, chosen, asked=plan.section.preset is not None) if late else ""
         if self._sharded is not None and self._sharded.on_host:
             config, but = knobs_on_host(config, plan.quality, plan.topk_ratio)
-            sentence += but
-        elif plan.quality == "exact":
+            return config, chosen, instead + but
+        if not late:
             self.follows, self.late = True, self._late(training)
-            if plan.late is not None:
-                sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
-        elif is_planned(
-            plan.quality,
-            has_section=plan.late is not None,
-            has_preset=bool(chosen.knobs),
-            is_tuned=_has_tuner(plan.section),
-        ):
+            needed = ", but for update_interval 1 and overlap_step false, which exact needs"
+            return config, chosen, "" if plan.late is None else needed
+        is_tuned = plan.section.online or os.environ.get(ONLINE) == NOBODY  # by a search, or a schedule
+        if plan.late is None and not chosen.knobs and not is_tuned:
             self.follows = True
             config, origin = late_knobs(config, plan.quality, self._torch_device)
-            sentence = replace(chosen, origin=origin).sentence
-        if self._sharded is not None:
-            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} rank{'s' if self._sharded.ranks > 1 else ''}"
-            if plan.offloads_weights:
-                since = self._sharded.on_host_since
-                where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
-                sentence += f", whose {size(self._sharded.bytes)} of weights each {where}"
-        elif plan.offloads_weights and plan.stage == _SHARDED:
+            return config, replace(chosen, origin=origin), ""
+        return config, chosen, instead
+
+    def _sharing(self, ranks: int) -> str:
+        """Where weights and state are, in words; empty if one rank has all on its device."""
+        plan, sharded = self._plan, self._sharded
+        if sharded is not None:
+            sentence = f"sharded by FSDP2 over {sharded.ranks} rank{'s' if sharded.ranks > 1 else ''}"
+            if not plan.offloads_weights:
+                return sentence
+            since = sharded.on_host_since
+            where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
+            return f"{sentence}, whose {size(sharded.bytes)} of weights each {where}"
+        if plan.offloads_weights and plan.stage == _SHARDED:
             nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
-            sentence += f"; its {size(nbytes)} of weights stay on the device"
-        elif self._partition is not None:
-            sentence += f"; {ranks} ranks share out state and host work by rows, and each has all weights"
-        elif ranks > 1:
-            since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
-            sentence += f"; each of {ranks} ranks has the state and the host work of all, since {since}"
-        if os.environ.get(ONLINE) == NOBODY:
-            told, sentence = "late updates as the schedule has them", f"before its first change {sentence}"
-        else:
-            told = f"quality {PROMISES[plan.quality]}"
-        _logger.info("zftune: backend zenflow, %s; %s", told, sentence)
-        return config
+            return f"its {size(nbytes)} of weights stay on the device"
+        if self._partition is not None:
+            return f"{ranks} ranks share out state and host work by rows, and each has all weights"
+        since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
+        return f"each of {ranks} ranks has the state and the host work of all, since {since}" if ranks > 1 else ""
 
     @property
     def reduces_by_rows(self) -> bool:
@@ -373,10 +377,6 @@ class Making:
             return None  # nobody will ask
         chosen = choose(replace(training, quality="published"), plan.section)
         return with_knobs(plan.late or plan.own, chosen, "published") if chosen.knobs else plan.late
-
-
-def _has_tuner(section: Section) -> bool:
-    return section.online or os.environ.get(ONLINE) == NOBODY
 
 
 def _copied(parameters: Any) -> Iterable[Any]:

@@ -40,7 +40,6 @@ class Training:
     world_size: int
     quality: Quality
     nodes: int = 1
-    """Machines that the ranks are on."""
     shards: int = 1
     """Ranks that share out the state of whole weights; of weights that are sharded they tell it themselves."""
 
@@ -70,7 +69,6 @@ class Chosen:
     knobs: Mapping[str, Any]
     origin: str
     because: str = ""
-    """Why they are no others."""
 
     @property
     def sentence(self) -> str:
@@ -169,22 +167,8 @@ def provisional(preset: Preset, key: Key) -> str:
     return ", provisional: it was imported, not measured here" if preset.imported else ""
 
 
-def is_planned(quality: Quality, *, has_section: bool, has_preset: bool, is_tuned: bool) -> bool:
-    """Whether the planner finds the knobs, since late updates are allowed and nobody says which.
-
-    Args:
-        has_section: whether the ds_config has a "zenflow" section, whatever it holds.
-        is_tuned: whether somebody else sets knobs while it trains: a search, or a schedule.
-    """
-    return quality != "exact" and not (has_section or has_preset or is_tuned)
-
-
 def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tuple[ZenFlowConfig, str]:
-    """The knobs to begin with where late updates are allowed and neither ds_config nor preset says which.
-
-    Returns:
-        The knobs, and where they come from.
-    """
+    """The initial knobs, and their origin, if late updates are allowed and neither ds_config nor preset has knobs."""
     from zftune.hiding import FIRST_STEPS, late_defaults, named
 
     if device.type != "cpu":

@@ -172,7 +172,6 @@ class Outcome:
     reason: str = ""
     """Why it is left alone; with DeepSpeed's own runtime, what it asks of the script."""
     refusals: tuple[Refusal, ...] = ()
-    """All of them; a training ends with the first."""
 
     def placed(self, places: Mapping[str, Place]) -> Outcome:
         """The same in the names that settings have where Accelerate reads them."""

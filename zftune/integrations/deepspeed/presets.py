@@ -221,11 +221,9 @@ class Wish:
     """What the user wants to be applied."""
 
     preset: str
-    """A name, a file, or "best"."""
     model: str | None = None
     """Name or model_id."""
     sequence: int | None = None
-    """Tokens."""
     provisional: bool = False
     """Take one that was proven for something else."""
 

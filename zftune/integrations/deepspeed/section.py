@@ -34,11 +34,9 @@ class Refusal(NamedTuple):
     field: str
     """Where it stands in the ds_config, with dots."""
     value: str
-    """As a sentence has it."""
     allowed: str
     """What it must be: "a number >= 0", or "left out"."""
     instead: str = ""
-    """What else to do, if anything."""
     near: str = ""
     """The name that may have been meant: "; did you mean AdamW"."""
 
@@ -104,7 +102,6 @@ class Section:
     preset: str | None = None
     """A name, a file, "best", or "none": none is taken, also not one that was measured for exactly this training."""
     online: bool = False
-    """Tune while it trains."""
     quality: Quality | None = None
     """Which updates may come late: "exact", "published" or "loose"."""
     backend: Backend | None = None

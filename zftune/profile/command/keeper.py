@@ -126,7 +126,6 @@ def _prctl(option: int, argument: int) -> None:
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ORPHANS_WAIT_S = 1.0
-"""Time that what the command left behind has to end by itself."""
 TERM_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 ABANDONED_S = 1.0

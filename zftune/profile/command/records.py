@@ -37,14 +37,11 @@ class Rank:
     steps: list[Row] = field(default_factory=list)
     """Measured ones only, in order."""
     seen: int = 0
-    """Steps that are recorded but not measured."""
     missing: dict[str, str] = field(default_factory=dict)
     end: str | None = None
     """"measured", "exit" or "failed"; None where the process was killed."""
     error: str | None = None
-    """Why the agent failed."""
     unreadable: int = 0
-    """Lines that are no records."""
 
     @property
     def rank(self) -> int:

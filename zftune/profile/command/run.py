@@ -38,13 +38,10 @@ class CommandOptions:
     steps: int = DEFAULT_STEPS
     warmup: int = DEFAULT_WARMUP
     stop: bool = False
-    """End the command when every rank has been measured."""
     on_stop: Callable[[], None] | None = None
-    """Called before that."""
     silence_s: float = 60.0
     """Without a step for so long it is told what the profile waits for."""
     on_silence: Callable[[str], None] | None = None
-    """Told, once, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
