@@ -55,12 +55,7 @@ if TYPE_CHECKING:
 
 
 class Follower(Tuner):
-    """Changes knobs as rank 0 wants, with the others, and tells them where this rank's loss goes wrong.
-
-    Args:
-        optimizer: that trains.
-        consensus: of the ranks.
-    """
+    """Changes knobs as rank 0 wants, with the others, and tells them where this rank's loss goes wrong."""
 
     def __init__(self, optimizer: ZenFlowOptimizer, consensus: KnobConsensus) -> None:
         super().__init__(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance(), consensus=consensus)
@@ -91,9 +86,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
     """Follow an optimizer on every rank, or on none.
 
     Args:
-        optimizer: that trains.
         begin: is called on rank 0; what it raises is raised there.
-        on_change: told of every change on this rank.
 
     Raises:
         BadInputError: not all ranks are there, or the first one could not begin.
@@ -216,14 +209,9 @@ def start_tuner(
     """Tune a training, whatever the environment says; `attach` and `zftune tune` both begin here.
 
     Args:
-        optimizer: that trains; no other tuner follows it.
-        wishes: of the user.
-        tokens: of a step.
         store: as `attach` takes it.
         name: of the model; None: that of its class.
-        daemon: whether the daemon searches.
         eval_fn: the staleness probe.
-        on_change: told of changes of knobs.
 
     Raises:
         BadInputError: not all ranks have come, or the probe is given on several.
@@ -260,7 +248,6 @@ def start_tuner(
 
 
 def _needs(tuner: Tuner, options: SearchOptions) -> str:
-    """How many steps a search takes, in a sentence."""
     window, most = tuner.incumbent.update_interval, options.most_measurements
     steps = tuner.begins + most * (window + steps_of(window))
     return (

@@ -42,7 +42,6 @@ class Bar:
 
     @property
     def total(self) -> float:
-        """Length on the common scale."""
         return sum(length for _, length in self.parts)
 
 

@@ -37,10 +37,8 @@ class TuneOptions:
     """What the command line asks for; None means that it follows from the device or the configuration."""
 
     config: str | None = None
-    """Path of a ds_config."""
     quality: str | None = None
     steps: int = 2000
-    """Training steps at most."""
     model: str | None = None
     text: str | None = None
     rig: str | None = None
@@ -54,20 +52,13 @@ class TuneOptions:
     sequence: int | None = None
     search: SearchOptions = field(default_factory=SearchOptions)
     tune_memory: bool = False
-    """Whether `offload_ratio` may be lowered, which takes GPU memory."""
     fresh: bool = False
-    """Neither a preset nor an earlier run."""
 
 
 def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:
     """Train, search, and return the document.
 
     Ctrl-C ends it early: the document then holds what was found so far and says so.
-
-    Args:
-        options: what was asked for.
-        on_step: told after each step.
-        store: where it is written down.
 
     Raises:
         BadInputError: an option is not allowed; before any training.
@@ -95,7 +86,6 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:
 
 
 def _about(training: Training[ZenFlowAdamW], device_name: str) -> dict[str, Any]:
-    """What is trained, and on what."""
     from zftune.telemetry import hardware, software
 
     task, ranks = training.task, training.task.ranks
@@ -139,7 +129,6 @@ def _train(training: Training[ZenFlowAdamW], tuner: Tuner, most: int, on_step: O
 
 
 def _step(training: Training[ZenFlowAdamW]) -> torch.Tensor:
-    """One step; with several ranks as a whole, since the others wait for the rest of it."""
     with ExitStack() as held:
         if training.task.ranks > 1:
             held.enter_context(HeldSignals(patient=True))
@@ -147,7 +136,6 @@ def _step(training: Training[ZenFlowAdamW]) -> torch.Tensor:
 
 
 def _train_beside(options: TuneOptions, config: ZenFlowConfig, quality: Quality, rank: int) -> None:
-    """What another rank than the first does: train for as long as that one does."""
     task = replace(_task_of(options, config)[0], rank=rank)
     with Training(task, config) as training, _tuner(training, options, quality, None) as follower:
         while follower.meets_ranks:

@@ -33,13 +33,7 @@ class BadInputError(ZftuneError):
 
     @classmethod
     def of(cls, field: str, value: object, allowed: str) -> Self:
-        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1", as zenflow words its own.
-
-        Args:
-            field: the setting or option.
-            value: as it was given.
-            allowed: what it must be.
-        """
+        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1", as zenflow words its own."""
         error = cls(f"{field} is {value!r}; it must be {allowed}")
         error.field, error.value, error.allowed = field, value, allowed
         return error
@@ -53,7 +47,6 @@ class DaemonError(ZftuneError):
     """A daemon that cannot be reached, cannot be trusted, is too slow, or refuses.
 
     Args:
-        message: a sentence.
         status: of HTTP, where it is the daemon that refuses; None where nobody answered as a daemon would.
     """
 
@@ -70,7 +63,6 @@ class SocketHeldError(DaemonError):
     """Another daemon holds the socket.
 
     Args:
-        message: a sentence.
         pid: of that daemon, as its lock has it; "": not known.
     """
 
@@ -93,12 +85,7 @@ class StoreError(ZftuneError):
 
 @contextmanager
 def noting(notices: list[str], kind: type[ZftuneError] = ZftuneError) -> Iterator[None]:
-    """Turn an error of what is inside into a notice, where something goes on without it.
-
-    Args:
-        notices: sentences; the error becomes one.
-        kind: of the errors; others are raised.
-    """
+    """Turn an error of what is inside into a notice, where something goes on without it."""
     try:
         yield
     except kind as error:
@@ -125,10 +112,6 @@ class MissingPackageError(ZftuneError, ImportError):
 
 def require(package: str, needed_by: str) -> None:
     """Refuse early what needs a package that is not installed. It is not imported.
-
-    Args:
-        package: as it is imported.
-        needed_by: what the user asked for.
 
     Raises:
         MissingPackageError: it is not installed.

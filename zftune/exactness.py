@@ -10,7 +10,6 @@ from zenflow import ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 
 EXACT: Mapping[str, Any] = {"update_interval": 1, "overlap_step": False, "apply_lag": None}
-"""Knobs under which nothing is late."""
 _logger = logging.getLogger("zftune")
 
 
@@ -21,9 +20,6 @@ def is_exact(config: ZenFlowConfig) -> bool:
 
 def keep_exact(optimizer: ZenFlowOptimizer) -> bool:
     """Have no update come late from here on, also where a state is loaded that was saved with late ones.
-
-    Args:
-        optimizer: any; a window that is open is closed with its next step.
 
     Returns:
         Whether late settings had to end now.

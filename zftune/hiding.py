@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +45,6 @@ from zftune.tuner.worker import Background
 from zftune.variables import NOBODY, ONLINE
 
 SMALL_GAIN = 1.05
-"""Speed, as a multiple, from which a win is worth naming."""
 NOTHING_TO_HIDE_BEHIND = (
     "on a plain CPU there is nothing to hide the updates behind: host and device are the same cores, so what "
     "`--quality published` would win cannot be estimated; a search (`--online`) or a comparison measures it"
@@ -52,13 +52,7 @@ NOTHING_TO_HIDE_BEHIND = (
 
 
 def to_win(measured: Measured, plans: list[Planned], device: str) -> str:
-    """What `--quality published` would win.
-
-    Args:
-        measured: the run.
-        plans: for it, best first.
-        device: what waits.
-    """
+    """What `--quality published` would win."""
     waits = f"the {device} waits {percent(measured.share)} of a step for the host"
     moved = (
         "" if measured.movement_percent is None else f"; weights move {number(measured.movement_percent)}% in a step"
@@ -84,12 +78,10 @@ def named(config: ZenFlowConfig) -> str:
 
 _JOB = Job(seq=1)  # activations are in what was measured
 _MOST = 3
-"""Settings that are worth trying where memory is short."""
 _SELECTING = 0.05
 """Share of a step that selecting other columns may cost, were all of them others; nobody knows how many will be."""
 _LEAST_SELECT_INTERVAL = 16
 _EXCHANGED = 0.5
-"""Of them, in a prediction."""
 _STATE_BYTES = 4 * (1 + MOMENTS)
 
 
@@ -102,31 +94,24 @@ class Planned:
 
 
 def late_defaults(quality: Quality, own: ZenFlowConfig) -> ZenFlowConfig:
-    """The published setting, for "loose" with windows of twice the length, where nothing can be planned.
-
-    Args:
-        quality: "published" or "loose".
-        own: the knobs without it, of which the rest stay.
-    """
+    """The published setting, for "loose" with windows of twice the length, where nothing can be planned."""
     interval = PUBLISHED.longest_window * STALENESS[quality]
     return replace(
         own, topk_ratio=PUBLISHED.topk_ratio, update_interval=interval, apply_lag=None, overlap_step=True
     )  # fmt: skip
 
 
-def plan(measured: Measured, quality: Quality) -> list[Planned]:
-    """The planner's choices for a run, best first; none where nothing fits into memory.
-
-    Args:
-        measured: the run.
-        quality: how late updates may be.
-    """
+def plan(measured: Measured, quality: Quality, late: ZenFlowConfig | None = None) -> list[Planned]:
+    """The planner's choices for a run, best first, or the known knobs; empty if nothing fits into memory."""
+    now = predict(measured.model, _machine(measured, 0), _JOB, late or measured.config, rates=measured.rates)
+    if late is not None:
+        auto = AUTO_SELECT_INTERVAL / (1 - AUTO_SELECT_OVERLAP)
+        often = auto if late.select_interval == "auto" else late.select_interval / _EXCHANGED
+        return [Planned(late, now.step_ms + _exchange_ms(measured, late) / often)]
     budget, coverage = bound_of(quality, measured.movement_percent)
-    now = predict(measured.model, _machine(measured, 0), _JOB, measured.config, rates=measured.rates)
-    machine = _machine(measured, now.memory.device_bytes)
     found = choose(
         measured.model,
-        machine,
+        _machine(measured, now.memory.device_bytes),
         _JOB,
         budget=budget,
         coverage=coverage,
@@ -135,21 +120,6 @@ def plan(measured: Measured, quality: Quality) -> list[Planned]:
         base=measured.config,
     )
     return [_with_selections(measured, config, prediction.step_ms) for config, prediction in found[:_MOST]]
-
-
-def forecast(measured: Measured, late: ZenFlowConfig) -> list[Planned]:
-    """As `plan`, where the knobs are known.
-
-    Args:
-        measured: the run.
-        late: the knobs.
-    """
-    found = predict(measured.model, _machine(measured, 0), _JOB, late, rates=measured.rates)
-    if late.select_interval == "auto":
-        often = AUTO_SELECT_INTERVAL / (1 - AUTO_SELECT_OVERLAP)
-    else:
-        often = late.select_interval / _EXCHANGED
-    return [Planned(late, found.step_ms + _exchange_ms(measured, late) / often)]
 
 
 def _with_selections(measured: Measured, config: ZenFlowConfig, step_ms: float) -> Planned:
@@ -170,7 +140,6 @@ def _exchange_ms(measured: Measured, config: ZenFlowConfig) -> float:
 
 
 def _machine(measured: Measured, needed_bytes: int) -> Machine:
-    """With as much device memory as a setting needs by prediction, and what other knobs may take beyond."""
     return machine_of(
         "this run",
         "",
@@ -198,7 +167,6 @@ class Measured:
     device_bytes: int
     """Device memory that other knobs may take beyond what these need."""
     host_bytes: int
-    """Host memory that the optimizer has or may still take."""
     movement_percent: float | None = None
     """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not known."""
 
@@ -215,11 +183,6 @@ def waits_for_all(config: ZenFlowConfig) -> bool:
 
 def measured(optimizer: ZenFlowOptimizer, steps: Sequence[StepStats], timeline: Timeline | None) -> Measured:
     """Read it; on a GPU the device is waited for, once.
-
-    Args:
-        optimizer: that trains.
-        steps: of it, alike.
-        timeline: of some of its steps.
 
     Raises:
         ZftuneError: they show too little to plan by.
@@ -285,7 +248,6 @@ def _host_bytes(optimizer: ZenFlowOptimizer) -> int:
 
 
 def _link_gbps(timeline: Timeline, lane: Lane) -> float:
-    """Of the copies that began while it was recorded."""
     spans = [span for span in timeline.lanes.get(lane, ()) if span.begin_ms > 0 and span.nbytes]
     busy_ms = sum(span.end_ms - span.begin_ms for span in spans)
     if not busy_ms > 0:
@@ -294,12 +256,7 @@ def _link_gbps(timeline: Timeline, lane: Lane) -> float:
 
 
 def _host_gbps(steps: Sequence[StepStats], at_one: Rates) -> float:
-    """With which the planner finds the time that updates took, whatever limited them and whatever the rule is.
-
-    Args:
-        steps: each of whose updates is of one gradient.
-        at_one: rates with 1 GB/s.
-    """
+    """With which the planner finds the time that updates took, whatever limited them and whatever the rule is."""
     elements, taken_ms = sum(one.host_elements for one in steps), sum(one.host_ms for one in steps)
     if not elements or not taken_ms > 0:
         raise ZftuneError("the host updated nothing")
@@ -308,7 +265,6 @@ def _host_gbps(steps: Sequence[StepStats], at_one: Rates) -> float:
 
 _SLOW, _MEASURED, _RESOLVED_LATER = 5, 8, 2
 FIRST_STEPS = _SLOW + _MEASURED + _RESOLVED_LATER
-"""After so many steps there is something to plan by."""
 _TIMED = 3  # steps whose copies are timed
 _AGREE_EVERY = 8  # steps, since ranks wait for each other to agree
 _LATE_KNOBS = ("topk_ratio", "update_interval", "apply_lag", "overlap_step", "select_interval")
@@ -317,19 +273,15 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the planner said, on all ranks alike."""
-
     plans: list[Planned]
     step_ms: float = 0.0
     why_not: str = ""
-    """Where it said nothing."""
 
 
 def follow(optimizer: ZenFlowOptimizer, quality: Quality, late: ZenFlowConfig | None = None) -> None:
     """Say once what "published" would win, or let it be won; on several ranks all call it.
 
     Args:
-        optimizer: made for this quality, before its first step.
         quality: "exact": say it; else find the knobs.
         late: knobs that a run with "published" has; None: the planner finds them.
     """
@@ -412,19 +364,13 @@ class _Following:
         recorder, self._recorder = self._recorder, None
         timeline = None if recorder is None else recorder.timeline()
         self._measured = found = measured(optimizer, optimizer.history()[-_MEASURED:], timeline)
-        clock, late, quality = optimizer.device.clock, self._late, self._quality
+        clock = optimizer.device.clock
+        quality: Quality = "published" if self._quality == "exact" else self._quality
 
         def work() -> list[Planned]:
-            sampler_process = SamplerProcess(gives_way=not clock.simulated)
-            try:
-                plans: list[Planned] = (
-                    sampler_process.ask(plan, found, "published" if quality == "exact" else quality)
-                    if late is None
-                    else sampler_process.ask(forecast, found, late)
-                )
-            finally:
-                sampler_process.close()
-            return plans
+            with closing(SamplerProcess(gives_way=not clock.simulated)) as process:
+                plans: list[Planned] = process.ask(plan, found, quality, self._late)
+                return plans
 
         return Background(work, "zftune-hiding", clock, takes_s=0.0)
 
@@ -438,10 +384,11 @@ class _Following:
     # --- all ranks ---------------------------------------------------------------------------------------------------
 
     def _take(self, optimizer: ZenFlowOptimizer, answer: _Answer) -> None:
-        """Set the first knobs that there is memory for."""
-        own = optimizer.config
         refused = answer.why_not or "no late updates fit into memory"
-        choices = answer.plans or ([Planned(late_defaults(self._quality, own), 0.0)] if answer.why_not else [])
+        choices, origin = answer.plans, ""
+        if answer.why_not:
+            choices = [Planned(late_defaults(self._quality, optimizer.config), 0.0)]
+            origin = f"the default of this quality, since nothing could be planned: {answer.why_not}"
         for one in choices:
             try:
                 step = optimizer.set_knobs(**{name: getattr(one.config, name) for name in _LATE_KNOBS})
@@ -449,16 +396,12 @@ class _Following:
                 refused = str(error)
                 continue
             if self._is_first:
-                _say(f"{named(one.config)} after step {step}, {_origin(one, answer)}")
+                if not answer.why_not:
+                    origin = f"by the planner: about {ms(one.step_ms)} a step instead of {ms(answer.step_ms)}"
+                _say(f"{named(one.config)} after step {step}, {origin}")
             return
         if self._is_first:
             _logger.warning("zftune: every update is still waited for: %s", refused)
-
-
-def _origin(one: Planned, answer: _Answer) -> str:
-    if answer.why_not:
-        return f"the default of this quality, since nothing could be planned: {answer.why_not}"
-    return f"by the planner: about {ms(one.step_ms)} a step instead of {ms(answer.step_ms)}"
 
 
 def _is_first() -> bool:

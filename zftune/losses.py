@@ -22,19 +22,14 @@ Listener = Callable[[torch.Tensor | float], None]
 listeners: list[Listener] = []
 """Called by `zftune.log_loss` with what it was given."""
 _MOST_PASSES = 64
-"""Of a step, whose losses are kept."""
 _BLOCK = 64
 """Values in a block of pinned memory."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """Values of one step's passes: numbers, or host memory that they are on their way to."""
-
     passes: int = 0
-    """Of backward."""
     divisors: set[float] = field(default_factory=set)
-    """Of what they began from."""
     seen: dict[Source, list[float | torch.Tensor]] = field(default_factory=lambda: {"backward": [], "log_loss": []})
 
 
@@ -80,7 +75,6 @@ class StepLosses:
             values.append(float(loss))
 
     def end_step(self, index: int) -> None:
-        """The step that is under way is over."""
         if any(self._open.seen.values()):
             self._closed[index] = self._open
         self._open = _Step()
@@ -91,7 +85,6 @@ class StepLosses:
         Where each was divided by their number, as for gradient accumulation, it is the mean of what was divided.
 
         Args:
-            index: of the step.
             summed: whether what backward began from is a part of the loss in any case.
         """
         step = self._closed.pop(index, None)
@@ -106,7 +99,6 @@ class StepLosses:
         return found if math.isfinite(found) else math.nan
 
     def forget(self) -> None:
-        """The open step begins anew."""
         self._open = _Step()
 
     def _add_tensor(self, loss: torch.Tensor, values: list[float | torch.Tensor]) -> None:

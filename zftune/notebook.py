@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,58 +21,41 @@ _SCREENS = {
     "zftune.tune/1": "zftune.explain.screen",
 }
 _IN_PYTHON = {"zftune.profile/1": {"shows_all": 'its item ["missing"] has which, and why'}}
-"""What a screen says where there is no command line."""
 _WIDTH = 100
 
 
-class Shown(Mapping[str, Any]):
-    """A document of zftune that displays itself: `print` it, or let a notebook's cell end with it. Its items are those
-    of the document.
-
-    Args:
-        document: of a profile, a plan or a search.
+class Shown(dict[str, Any]):
+    """A document of zftune that displays itself if it is printed, or if a notebook's cell ends with it.
 
     Raises:
-        BadInputError: it is another one.
+        BadInputError: the document has another schema.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        name = document.get("schema")
-        if name not in _SCREENS:
-            raise BadInputError(f"the document's schema is {name!r}; it must be one of {', '.join(_SCREENS)}")
-        self._document = document
-        self._name = str(name)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._document[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._document)
-
-    def __len__(self) -> int:
-        return len(self._document)
+        if document.get("schema") not in _SCREENS:
+            raise BadInputError(
+                f"the document's schema is {document.get('schema')!r}; it must be one of {', '.join(_SCREENS)}"
+            )
+        super().__init__(document)
 
     def __str__(self) -> str:
         return str(self._printed().export_text()).rstrip()
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
         code = '<pre style="line-height:1.2;overflow-x:auto">{code}</pre>'
         return str(self._printed().export_html(inline_styles=True, code_format=code))
 
     def _repr_markdown_(self) -> str:
-        """For notebooks that are turned into text."""
         return f"```\n{self}\n```"
 
     def _printed(self) -> Any:
         from rich.console import Console
 
         console = Console(record=True, file=io.StringIO(), width=_WIDTH, force_jupyter=False)
-        render = import_module(_SCREENS[self._name]).render
-        console.print(render(self._document, **_IN_PYTHON.get(self._name, {})))
+        name = self["schema"]
+        console.print(import_module(_SCREENS[name]).render(self, **_IN_PYTHON.get(name, {})))
         return console
 
 

@@ -90,7 +90,6 @@ def figure(value: float, error: float | None) -> str:
     """A loss with no more digits than its error leaves: the digit that the error changes is the last one.
 
     Args:
-        value: of the loss, or of an error.
         error: of it; None: not known, so that three digits are shown.
     """
     if not error or not math.isfinite(error):
@@ -145,12 +144,7 @@ def at_full_rate(
 
 
 def rate_at_full(groups: Sequence[Mapping[str, Any]], before: Sequence[float] = ()) -> float | None:
-    """The learning rate that `at_full_rate` tells a movement at, of several the highest; None: there are no groups.
-
-    Args:
-        groups: as there.
-        before: as there.
-    """
+    """The learning rate that `at_full_rate` tells a movement at, of several the highest; None: there are no groups."""
     return max(rates(groups) if _fell(groups, before) else (highest_rate([group]) for group in groups), default=None)
 
 
@@ -197,12 +191,7 @@ def expected_loss_percent(late: float, late_steps: float = 0.0, run_steps: float
 
 
 def loss_bound(long_run_percent: float, late_steps: float) -> str:
-    """What late updates may cost, in words.
-
-    Args:
-        long_run_percent: of the loss, in a long run.
-        late_steps: as of `expected_loss_percent`.
-    """
+    """What late updates may cost, in words."""
     most, steps = MOST_MEASURED_LOSS_PERCENT, _SHORT_RUN_STEPS
     if long_run_percent > most:
         return f"possibly more than {most}% of loss, the most that was measured in fine-tuning; more from scratch"
@@ -232,7 +221,6 @@ def most_late_steps(quality: str, movement: float) -> float:
     """The bound of a quality on (1 - `selected_share`) times the mean staleness, in steps.
 
     Args:
-        quality: one of `EXPECTED_LOSS_PERCENT`.
         movement: percent in a step.
     """
     most_percent = math.sqrt(EXPECTED_LOSS_PERCENT[quality] / _LOSS_OF_A_PERCENT)
@@ -243,7 +231,6 @@ def allowed_loss_percent(quality: str, movement: float) -> tuple[float, str]:
     """What updates as late as a quality allows may add to the loss of a long run, and why no more; "": the quality.
 
     Args:
-        quality: one of `EXPECTED_LOSS_PERCENT`.
         movement: percent in a step.
     """
     steps = most_late_steps(quality, movement)
@@ -259,7 +246,6 @@ def coverage_warning(
 
     Args:
         measured: share of the gradient energy in the selected columns; None: not known.
-        knobs: that it was measured under.
         start: of the search that adopted these; None: they are nobody's choice but the user's.
         tuned: whether a search is about to begin, which turns them.
     """
@@ -290,23 +276,12 @@ def coverage_warning(
 def adopted_from(
     knobs: Mapping[str, Any], start: Mapping[str, Any], best: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """What a search began from, where it has adopted the knobs that hold; None: it has not.
-
-    Args:
-        knobs: that hold.
-        start: of the search.
-        best: so far.
-    """
+    """What a search began from, where it has adopted the knobs that hold; None: it has not."""
     return start if dict(knobs) == dict(best) != dict(start) else None
 
 
 def coverage_advice(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = None) -> str:
-    """The advice of `coverage_warning`, in a few words.
-
-    Args:
-        knobs: that hold.
-        start: as of `coverage_warning`.
-    """
+    """The advice of `coverage_warning`, in a few words."""
     adopted = _adopted(knobs, start)
     if adopted:
         return f"{adopted} was adopted within the quality, compare the losses with quality exact"
@@ -314,6 +289,5 @@ def coverage_advice(knobs: Mapping[str, Any], start: Mapping[str, Any] | None = 
 
 
 def _adopted(knobs: Mapping[str, Any], start: Mapping[str, Any] | None) -> str:
-    """What decides how late updates are and is not as at the start, in words."""
     names = () if start is None else (name for name in _LATE if knobs.get(name) != start.get(name))
     return ", ".join(f"{name} {words.value(knobs.get(name))}" for name in names)

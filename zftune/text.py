@@ -1,13 +1,17 @@
-"""Figures, units and choices as a person reads them."""
+"""Figures, units and choices as a person reads them, and the files that commands write."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-from zftune.errors import BadInputError
+from zftune.errors import BadInputError, ZftuneError, require
 
 UNEVEN = 0.05
 """Ranks that differ by less, as a share, are about equal."""
@@ -52,8 +56,6 @@ def byte_count(option: str, value: str, *, unit: str = "bytes") -> int:
     """The bytes that an option asks for: a number in its own unit, or with another one, such as 64GB or 64 GiB.
 
     Args:
-        option: as it is written.
-        value: as it was given.
         unit: of a number alone: "bytes" or "GB".
 
     Raises:
@@ -150,9 +152,6 @@ def one_of(field: str, value: object, names: Sequence[_Name], more: str = "") ->
     """The one of some names that was given.
 
     Args:
-        field: the setting or option.
-        value: as it was given.
-        names: what it may be.
         more: what else it may be, such as "a file", which somebody else has looked at.
 
     Raises:
@@ -163,3 +162,78 @@ def one_of(field: str, value: object, names: Sequence[_Name], more: str = "") ->
             return name
     allowed = f"{', '.join(names)}, or {more}" if more else either(names)
     raise BadInputError.of(field, value, f"{allowed}{near(value, names)}")
+
+
+STANDARD_OUTPUT = "-"
+
+
+def check_output_path(path: str | None, option: str = "--json", *, standard_output: bool = True) -> None:
+    """Refuse a path that cannot be written.
+
+    Args:
+        standard_output: whether "-" is allowed and means standard output.
+
+    Raises:
+        BadInputError: it is a folder, or lies in a folder that is missing or cannot be written.
+        MissingPackageError: a page needs plotly.
+    """
+    if path is None:
+        return
+    if option == "--html":
+        require("plotly", option)
+    if path == STANDARD_OUTPUT and standard_output:
+        return
+    target = Path(path)
+    try:
+        ok = os.access(target if _is_special(target) else target.parent, os.W_OK) and not target.is_dir()
+        ok = ok and target.parent.is_dir()
+    except OSError:  # a name that is too long
+        ok = False
+    if not ok or path == STANDARD_OUTPUT:
+        also = ", or -" if standard_output else ""
+        raise BadInputError(f"{option} '{path}' cannot be written: give a file in a folder that exists{also}")
+
+
+def write_json(document: Mapping[str, Any], path: str | None) -> None:
+    """Write `document` to a file, replacing what was there at once, or to standard output; None: nowhere.
+
+    Raises:
+        ZftuneError: the file cannot be written; what was there is left as it was.
+    """
+    if path is None:
+        return
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    if path == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+    else:
+        write_text(text, path, option="--json")
+
+
+def write_text(text: str, path: str | Path, *, option: str) -> None:
+    """Write a file, replacing what was there at once.
+
+    Raises:
+        ZftuneError: the file cannot be written; what was there is left as it was.
+    """
+    target = Path(path)
+    try:
+        if _is_special(target):
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target.resolve(), text)
+    except OSError as error:
+        raise ZftuneError(f"{option} '{path}': cannot be written ({error.strerror})") from error
+
+
+def _replace(target: Path, text: str) -> None:
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)  # a reader never sees half a file
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device, which is written to and must not be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()

@@ -41,7 +41,6 @@ DECISIONS: Mapping[str, str] = {
     "pause": "paused",
     "unpause": "resumed",
 }
-"""Kinds of a search's decisions."""
 TRIALS: Mapping[str, str] = {
     "planned": "not measured",
     "in_flight": "being measured",
@@ -51,7 +50,6 @@ TRIALS: Mapping[str, str] = {
     "void": "not counted",
     "aborted": "cut short",
 }
-"""States of a setting."""
 LIVE_STATES: Mapping[str, str] = {
     "warming": "preparing",
     "baseline": "measuring",
@@ -95,9 +93,7 @@ TRENDS: Mapping[str, str] = {
     "level": "no trend beyond noise",
     "unknown": "too few to see a trend",
 }
-"""Of losses."""
 LETTERS: Mapping[str, str] = {"topk_ratio": "k", "update_interval": "S", "apply_lag": "L", "offload_ratio": "r"}
-"""Settings that have a short name where there is little room."""
 _USUAL = {"select_interval": "auto", "deferred_update": "replay", "host_threads": None, "overlap_step": True}
 
 
@@ -124,7 +120,6 @@ def short_setting(knobs: Mapping[str, Any], *, few: bool = False) -> str:
     """A setting in short: k, S, L, r, and unless they are to be few, what else is not as usual.
 
     Args:
-        knobs: by name.
         few: only those that have a letter, without blanks, and "sync" where overlap_step is off.
     """
     space = "" if few else " "

@@ -250,9 +250,6 @@ class ZenFlowConfig:
 def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
     """The knobs that a DeepSpeed configuration asks for, and everything that is wrong with them.
 
-    Args:
-        config: as `ZenFlowConfig.from_ds_config` takes it.
-
     Returns:
         The knobs by name. Of each value that is not allowed where it stands, the value, and what it must be.
     """
@@ -329,7 +326,6 @@ def _share(value: object) -> bool:
 
 
 def _count(least: int, *words: str | None, most: float = math.inf) -> Callable[[object], bool]:
-    """Whether a value is an integer in these bounds, or one of these words."""
     return lambda value: value in words or (_is_count(value, least) and value <= most)  # type: ignore[operator]
 
 
@@ -365,7 +361,6 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool], Sequence[str]]] = {
 
 
 def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The name of each field whose value is not allowed, and what is."""
     for name, (allowed, is_allowed, words) in _ALLOWED.items():
         if not is_allowed(values[name]):
             yield name, f"{allowed}{did_you_mean(values[name], words)}"

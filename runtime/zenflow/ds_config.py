@@ -91,9 +91,6 @@ def refuse_duplicates(names: Sequence[str], path: str | Path) -> None:
 def parse(text: str) -> Parsed:
     """Read JSON or, where it is none, Hjson.
 
-    Args:
-        text: of a file.
-
     Raises:
         ConfigError: it is neither; with line and column.
     """
@@ -150,7 +147,6 @@ def modernized(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(digits: str) -> float:
-    """As Hjson reads one with a fraction or an exponent."""
     number = float(digits)
     return int(number) if abs(number) < _WHOLE_BELOW and number.is_integer() else number
 

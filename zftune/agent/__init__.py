@@ -27,11 +27,7 @@ _MARK = "_zftune_shows_refusals"
 
 
 def armed(base: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which every Python finds the bootstrap's `sitecustomize` first.
-
-    Args:
-        base: the environment that the command would have had.
-    """
+    """An environment in which every Python finds the bootstrap's `sitecustomize` first."""
     path = base.get("PYTHONPATH")
     if path and path.split(os.pathsep)[0] == str(BOOTSTRAP):
         return dict(base)
@@ -48,7 +44,6 @@ def environment(
         folder: where the agents write; exists, mode 0700.
         warmup: steps to discard; the process's first one never counts, since its beginning is not known.
         steps: steps to measure, after which the agent detaches.
-        base: the environment that the command would have had.
         stop: whether it is ended by SIGTERM when all steps are measured.
     """
     return {
@@ -67,11 +62,7 @@ def is_first_rank() -> bool:
 
 
 def show_lines(*, quiet: bool = False) -> None:
-    """Let what is logged be seen, of the first rank.
-
-    Args:
-        quiet: warnings alone.
-    """
+    """Let what is logged be seen, of the first rank."""
     logger = logging.getLogger("zftune")
     if not is_first_rank():
         logger.setLevel(logging.ERROR)

@@ -24,12 +24,7 @@ WhenImported = Callable[[str, Callable[[Any], None]], None]
 
 
 def arm(when_imported: WhenImported, stop: Callable[[], None]) -> None:
-    """Install the hooks; torch must have been imported. Nothing is written before a training has taken a step.
-
-    Args:
-        when_imported: calls back once a module of some name is there.
-        stop: ends that.
-    """
+    """Install the hooks; torch must have been imported. Nothing is written before a training has taken a step."""
     settings = Settings.of(os.environ)
     session = make_session(settings)
     session.undo.append(stop)
@@ -92,11 +87,7 @@ def hook(session: Session, when_imported: WhenImported) -> None:
 
 
 def backend_for(of: Any) -> StreamBackend:
-    """Where the marks of a training come from.
-
-    Args:
-        of: whoever makes the steps.
-    """
+    """Where the marks of a training come from."""
     accelerator = runtime.device_of(of)
     torch_device = device_of(of, systems.module_of(of))
     if accelerator is None and torch_device.type != "cpu":

@@ -54,7 +54,6 @@ class Facts:
         """Tokens of each batch of the open step, and whether gradients were on when it came: in most evaluations they
         are not."""
         self._fewest: int | None = None
-        """Batches of a step with backward, at the least."""
         self._workers: int | None = None
         self._looked_at: tuple[type | None, list[weakref.ref[torch.Tensor]]] = (None, [])
 
@@ -76,12 +75,7 @@ class Facts:
         return dict(self._device)
 
     def batch(self, batch: Any, workers: int | None = None) -> None:
-        """Count a batch of a data loader and its tokens; the first one's shape is the training's.
-
-        Args:
-            batch: as the loader gave it.
-            workers: processes that load for it.
-        """
+        """Count a batch of a data loader and its tokens; the first one's shape is the training's."""
         self._batches += 1
         self._workers = workers
         tokens = None if self._shape is not None and self._shape[1] is None else _tokens(batch)
@@ -126,12 +120,7 @@ class Facts:
         return bool(own) and len(own) == len(parameters) and all(a is b() for a, b in zip(own, parameters, strict=True))
 
     def look(self, of: Any, backend: EventBackend) -> None:
-        """Find out what is trained by whoever makes the steps. Takes some tens of milliseconds.
-
-        Args:
-            of: an optimizer or an engine.
-            backend: where times come from.
-        """
+        """Find out what is trained by whoever makes the steps. Takes some tens of milliseconds."""
         from zftune.telemetry.fingerprint import recomputes
 
         module = module_of(of) or find_module(_parameters(of))

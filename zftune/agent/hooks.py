@@ -48,8 +48,6 @@ def backward(session: Session, original: Wrapped, *, of_engine: bool = False, re
     """A function that runs backward, recorded as such.
 
     Args:
-        session: told of it.
-        original: the function; what it begins from is its first argument.
         of_engine: whether it is a method, which has its object before that.
         releases: whether it may remove the hooks of a session that is over.
     """

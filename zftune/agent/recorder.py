@@ -58,11 +58,7 @@ class WallClock:
 
 
 class DeviceEvents:
-    """Marks of an accelerator: CUDA events, or times of the emulated one.
-
-    Args:
-        device: whose stream of this moment is the compute stream.
-    """
+    """Marks of an accelerator: CUDA events, or times of the emulated one."""
 
     has_stream = True
     source = "event"
@@ -104,7 +100,6 @@ class StepRow:
     """On the device's timeline where there is one."""
     phases_ms: dict[Lane, float]
     spans: list[tuple[Lane, float, float]]
-    """Lane, begin and end since the step's begin; they fill the step."""
     stall_ms: dict[Cause, float] | None
     """Idle time of the stream that each cause's waits made; None without a stream."""
     hidden_ms: float | None
@@ -114,13 +109,10 @@ class StepRow:
     overhead_ms: float
     """The hooks' own time, as far as it was charged."""
     tokens: int | None = None
-    """Of the batches that were loaded in this step; None where they cannot be counted."""
     loss: float | None = None
     """Mean over its backward passes, or of what the script logged; None: not known. May be not a number."""
     loss_source: str | None = None
-    """"backward" or "log_loss"."""
     runtime: dict[str, Any] | None = None
-    """What a zenflow optimizer counted in this step."""
 
 
 @dataclass(slots=True)  # frozen would be three times as slow to make
@@ -131,8 +123,6 @@ class _Point:
 
 @dataclass(slots=True)
 class _Step:
-    """A step's raw material until its marks have been passed."""
-
     index: int
     begin: _Point
     end: _Point | None = None
@@ -167,9 +157,7 @@ class Recorder:
     time of the whole hook.
 
     Args:
-        backend: where marks come from.
         emit: called with a step once its marks are passed, at the earliest `depth` steps later.
-        clock_ns: the training thread's clock.
         depth: steps between a step and its row.
         warmup: steps before the first that is measured.
         steps: how many are measured; None: all.
@@ -190,9 +178,7 @@ class Recorder:
         self._clock_ns = clock_ns
         self._depth = depth
         self.first_index = max(1, warmup)
-        """Of the first measured step."""
         self.last_index = math.inf if steps is None else self.first_index + steps - 1
-        """Of the last one."""
         self._step: _Step | None = None
         self._closed: deque[_Step] = deque()
         self._phase = _Open()
@@ -218,7 +204,6 @@ class Recorder:
                 self._begin_wait("data", phase.begin)
 
     def leave(self, name: Phase) -> None:
-        """End a phase; without its `enter` this does nothing."""
         phase = self._phase
         phase.depth = max(0, phase.depth - 1)
         if phase.depth == 0 and phase.begin is not None:
@@ -241,7 +226,6 @@ class Recorder:
         self._end_wait(self._point() if self._wait.depth == 1 else None)
 
     def end_step(self) -> None:
-        """End the open step and begin the next one at the same point; then emit what is resolved."""
         point = self._point()
         if self._step is not None:
             self._split(self._step, point)
@@ -281,7 +265,6 @@ class Recorder:
             wait.begin = None
 
     def _split(self, step: _Step, point: _Point) -> None:
-        """What is entered at a step's end goes on in the next one."""
         for open_, closed in ((self._phase, step.phases), (self._wait, step.waits)):
             if open_.begin is not None:
                 closed.append((open_.name, open_.begin, point))

@@ -32,9 +32,7 @@ class Settings:
 
     folder: Path
     warmup: int
-    """Steps to discard."""
     steps: int
-    """Steps to measure."""
     stop: bool = False
     """Whether it is ended by SIGTERM when all steps are measured."""
 
@@ -58,10 +56,6 @@ class RecordFile:
     """This process's file; made with its header when the first line is written.
 
     After a `restart()` lines are held back until they say as much as those that they replace.
-
-    Args:
-        folder: where it goes.
-        header: fields of the header.
     """
 
     def __init__(self, folder: Path, header: Callable[[], Mapping[str, Any]]) -> None:
@@ -90,7 +84,6 @@ class RecordFile:
         self._line(kind, values)
 
     def step(self, row: StepRow) -> None:
-        """Append a step."""
         self.write("step", **{name: getattr(row, name) for name in _ROW})
         self._measured += row.measured
         if self._held is not None and self._measured >= self._replaced:
@@ -118,7 +111,6 @@ class RecordFile:
         self.close()
 
     def close(self) -> None:
-        """Write no more; the same file is appended to if something is written nevertheless."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -13,13 +13,7 @@ _FIELDS = ("preset", "online", "quality", "backend")
 
 
 def begin(module: Any, wanted: Mapping[str, Any], called: Callable[[], None]) -> None:
-    """Wrap, and let the first rank's lines be seen, and refusals without a traceback.
-
-    Args:
-        module: `deepspeed`, just imported.
-        wanted: what `zftune run` was asked for.
-        called: told of each call of `deepspeed.initialize`.
-    """
+    """Wrap, and let the first rank's lines be seen, and refusals without a traceback."""
     show_lines(quiet=bool(wanted.get("quiet")))
     show_refusals()
     when_called(called)

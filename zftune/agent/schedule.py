@@ -32,16 +32,13 @@ from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent.session import Patches
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import write_text
+from zftune.text import write_text
 
 _logger = logging.getLogger("zftune")
 
 
 class Replay:
     """Carries out a schedule with the one zenflow optimizer of a training; `zftune run` sees that nobody tunes it.
-
-    Args:
-        path: of the schedule.
 
     Raises:
         BadInputError: the schedule cannot be read.
@@ -122,11 +119,7 @@ BEGINNING = (
 
 
 class Recording:
-    """The schedule of the first zenflow optimizer that takes a step; its file is whole after every change.
-
-    Args:
-        path: of the file.
-    """
+    """The schedule of the first zenflow optimizer that takes a step; its file is whole after every change."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -135,7 +128,6 @@ class Recording:
         self._step_begun_at: int | None = None
         self._broken = False
         self.patches = Patches()
-        """Undo it to record no more."""
         self.patches.replace(ZenFlowOptimizer, "set_knobs", self._set_knobs)
         self.patches.replace(ZenFlowOptimizer, "flush", self._flush)
 
@@ -154,7 +146,6 @@ class Recording:
         self._write()
 
     def before(self, optimizer: ZenFlowOptimizer) -> None:
-        """What is flushed from here to `after` is flushed by a hook."""
         if self._is_ours(optimizer):
             self._step_begun_at = optimizer.steps
 
@@ -213,11 +204,7 @@ class Entry:
 
 
 def encode(entries: Sequence[Entry]) -> str:
-    """The text of a schedule.
-
-    Args:
-        entries: in their order.
-    """
+    """The text of a schedule."""
     steps = [
         {"after_step": one.after_step, **({"flush": True} if one.knobs is None else {"knobs": dict(one.knobs)})}
         for one in entries

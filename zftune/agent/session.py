@@ -36,11 +36,6 @@ class Patches:
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> bool:
         """Put `make(original)` in an attribute's place.
 
-        Args:
-            owner: a module or a class.
-            name: of the attribute; a class may inherit it.
-            make: given the original, as `getattr` returns it.
-
         Returns:
             Whether there is such an attribute.
         """
@@ -95,8 +90,6 @@ def _guarded(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A `step()` that was entered and not left."""
-
     of: Any
     owner: Any
     has_closure: bool
@@ -107,12 +100,8 @@ class Session:
     """One process's recording.
 
     Args:
-        settings: what the parent asks for.
-        facts: collects what is trained.
-        backend_for: where marks come from, for whoever makes the steps.
         runtime_for: what adds to the rows of whoever makes the steps.
         is_capturing: whether the stream only notes down what it is given: any mark would spoil that.
-        clock_ns: the training thread's clock.
     """
 
     def __init__(
@@ -128,7 +117,6 @@ class Session:
         """Whether nothing is recorded any more; hooks then only pass calls on."""
         self.patches = Patches()
         self.undo: list[Callable[[], None]] = []
-        """Removes what was installed otherwise than by `patches`."""
         self.host_optimizers: set[type] = set()
         """Whose `step()` inside another one's is a wait for the host."""
         self.absent: dict[str, str] = {}
@@ -174,7 +162,6 @@ class Session:
 
     @_guarded
     def data_begins(self) -> bool:
-        """A data loader was asked for a batch."""
         if not self._is_mine():
             return False
         self._drop_steps(0)  # a step() that raised was never left
@@ -184,28 +171,16 @@ class Session:
 
     @_guarded
     def data_ends(self) -> None:
-        """It has given one, or is at its end."""
         if self._recorder is not None:
             self._recorder.leave("data")
 
     @_guarded
     def batch(self, batch: Any, workers: int | None = None) -> None:
-        """A batch came out of a data loader.
-
-        Args:
-            batch: as the loader gave it.
-            workers: processes that load for it.
-        """
         if self._is_mine():
             self._facts.batch(batch, workers)
 
     @_guarded
     def backward_begins(self, loss: Any = None) -> bool:
-        """Backward begins, or another one inside it.
-
-        Args:
-            loss: what it begins from.
-        """
         if not self._is_mine():
             return False
         self._backward_seen = True
@@ -220,7 +195,6 @@ class Session:
 
     @_guarded
     def backward_ends(self) -> None:
-        """The innermost one that began is over."""
         self._backwards -= 1
         if self._backwards == 0:
             if self._recorder is not None:
@@ -240,7 +214,6 @@ class Session:
 
     @_guarded
     def wait_ends(self) -> None:
-        """The wait that began last is over."""
         if self._recorder is not None:
             self._recorder.leave_wait()
 
@@ -248,12 +221,10 @@ class Session:
 
     @_guarded
     def loss_scaled(self, result: Any, loss: Any) -> None:
-        """A GradScaler has multiplied a loss."""
         if self._losses is not None and self._is_mine():
             self._losses.scaled(result, loss)
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """The script logs its loss itself."""
         self._log_loss(self.clock_ns(), loss)
 
     @_guarded
@@ -279,7 +250,6 @@ class Session:
         Only the outermost counts, and none inside backward, where some optimizers update each parameter.
 
         Args:
-            of: who is stepped.
             owner: whose steps these are, if somebody else's.
             has_closure: whether forward and backward run inside it.
         """
@@ -305,7 +275,6 @@ class Session:
         """A `step()` is left.
 
         Args:
-            of: as it was entered.
             counts: whether it made a step of the training.
         """
         at = next((at for at, step in enumerate(self._steps) if step.of is of), None)
@@ -332,7 +301,6 @@ class Session:
                 self._recorder.leave("optimizer")
 
     def _drop_steps(self, at: int) -> None:
-        """Leave the steps from `at` inwards."""
         while len(self._steps) > at:
             step = self._steps.pop()
             if step.is_wait and self._recorder is not None:
@@ -370,7 +338,6 @@ class Session:
             self._other_stepped(of)
 
     def _begin(self, of: Any) -> None:
-        """The first step is over: what the training is can be looked at now."""
         self._recorder = None
         self._adopt(of)
         self._backend = backend = self._backend_for(of)

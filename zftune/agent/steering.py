@@ -50,10 +50,6 @@ class RunHook(Protocol):
 def begin(wanted: Mapping[str, Any], when_imported: WhenImported) -> None:
     """Do what is asked for with each zenflow optimizer, from its first step on.
 
-    Args:
-        wanted: what `zftune run` was asked for.
-        when_imported: calls back once a module of some name is there.
-
     Raises:
         BadInputError: the schedule cannot be read any more.
     """
@@ -75,9 +71,6 @@ def begin(wanted: Mapping[str, Any], when_imported: WhenImported) -> None:
 
 def hook(parts: list[RunHook]) -> Callable[[], None]:
     """Let parts see the steps of zenflow's optimizers.
-
-    Args:
-        parts: in this order.
 
     Returns:
         What removes the hooks.
@@ -110,17 +103,11 @@ def hook(parts: list[RunHook]) -> Callable[[], None]:
 
 
 class Online:
-    """Tunes each optimizer that nobody follows yet.
-
-    Args:
-        quality: as of `zftune.attach`.
-        when_imported: calls back once a module of some name is there.
-    """
+    """Tunes each optimizer that nobody follows yet."""
 
     def __init__(self, quality: Any, when_imported: WhenImported) -> None:
         self._quality = quality
         self.patches = Patches()
-        """Undo it to leave Trainers alone."""
         when_imported("transformers.trainer", self._tune_trainers)
 
     def begin(self, optimizer: ZenFlowOptimizer) -> None:

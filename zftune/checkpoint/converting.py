@@ -60,11 +60,6 @@ def save_file(document: Any, target: Path) -> None:
 def save_folder(documents: Mapping[str, Any], tag: str, target: Path) -> None:
     """Write a folder as DeepSpeed's engine does: a folder of that tag, and a file that says it is the latest.
 
-    Args:
-        documents: by file name.
-        tag: the inner folder's name.
-        target: the outer folder.
-
     Raises:
         ZftuneError: it cannot be written; nothing is there then.
     """
@@ -114,7 +109,6 @@ class Converted:
     notes: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "schema": "zftune.checkpoint/1",
             "from": self.source_form,
@@ -223,11 +217,7 @@ def _tag(source: Source, training: TrainingState) -> str:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Say of a source that something in it is not what it should be.
-
-    Raises:
-        BadInputError: naming what was wrong.
-    """
+    """Say of a source that something in it is not what it should be."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:

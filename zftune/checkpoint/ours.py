@@ -23,9 +23,6 @@ from zftune.errors import BadInputError
 def first_knobs(ds_config: Mapping[str, Any] | str | None) -> ZenFlowConfig:
     """The knobs of the first step: ZeRO-Offload's, with a configuration's clipping and accumulation.
 
-    Args:
-        ds_config: DeepSpeed's configuration, or the path of its file; None: neither.
-
     Raises:
         BadInputError: it cannot be read, or a field has a value that is not allowed.
     """
@@ -43,12 +40,7 @@ def first_knobs(ds_config: Mapping[str, Any] | str | None) -> ZenFlowConfig:
 
 
 def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, Any]:
-    """The run as `ZenFlowOptimizer.state_dict()` would have it.
-
-    Args:
-        training: the run.
-        config: the knobs of the first step.
-    """
+    """The run as `ZenFlowOptimizer.state_dict()` would have it."""
     rule = ZENFLOW_RULES[training.rule]
     weights: list[SavedWeight] = []
     state: dict[int, dict[str, Any]] = {}
@@ -92,12 +84,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
 
 
 def our_documents(training: TrainingState, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """The files of a checkpoint as DeepSpeed's engine saves it under `zftune run`, by name.
-
-    Args:
-        training: the run.
-        optimizer: as `our_state_dict` has it.
-    """
+    """The files of a checkpoint as DeepSpeed's engine saves it under `zftune run`, by name."""
     model = training.tensors(masters=False)
     if training.loss_scaler:
         optimizer = {**optimizer, "loss_scaler": training.loss_scaler}  # as the engine's optimizer keeps it
@@ -143,7 +130,6 @@ def read_ours(source: Source, model: Mapping[str, torch.Tensor] | None) -> Train
     """Read a checkpoint of ours and apply what it has logged, as `flush()` would have done.
 
     Args:
-        source: a file, or a folder that DeepSpeed's engine saved.
         model: the model's `state_dict` where the source has none.
 
     Raises:
@@ -200,7 +186,6 @@ def _shape(state: Any, number: object, what: str) -> tuple[int, ...]:
 
 
 def _rounds_to(weight: SavedWeight, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> bool:
-    """Whether the masters are a tensor's, by a sample; those whose weights are on their way are left out."""
     if not weight.started:
         return True
     master, plan = tensors["master"], weight.plan

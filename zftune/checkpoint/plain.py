@@ -14,10 +14,6 @@ from zftune.errors import BadInputError
 def read_plain(document: Mapping[str, Any], what: str) -> TrainingState:
     """Read {"model": .., "optimizer": ..}.
 
-    Args:
-        document: the file's contents.
-        what: what the user calls the source.
-
     Raises:
         BadInputError: it is something else, or of an optimizer that nothing else has.
     """
@@ -45,10 +41,6 @@ def read_plain(document: Mapping[str, Any], what: str) -> TrainingState:
 
 def check_settings(groups: Sequence[Mapping[str, Any]], what: str) -> None:
     """Refuse parameter groups whose updates are not those of Adam or AdamW.
-
-    Args:
-        groups: hyperparameters of each.
-        what: what the user calls the source.
 
     Raises:
         BadInputError: naming the hyperparameter.
@@ -80,11 +72,7 @@ def _weight(name: str, master: torch.Tensor, state: Mapping[str, Any] | None, wh
 
 
 def plain_document(training: TrainingState) -> dict[str, Any]:
-    """The plain form of a run.
-
-    Args:
-        training: the run.
-    """
+    """The plain form of a run."""
     kind = torch.optim.AdamW if training.rule == "adamw" else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
     state: dict[int, dict[str, torch.Tensor]] = {}

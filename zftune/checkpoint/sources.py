@@ -39,7 +39,6 @@ def load(path: Path, *, trust: bool) -> Any:
     """Read a file that `torch.save` wrote, to the CPU; large tensors are read when they are looked at.
 
     Args:
-        path: the file.
         trust: whether code in it may run.
 
     Raises:
@@ -88,11 +87,9 @@ class Source:
 
     form: Literal["zero", "ours", "plain"]
     what: str
-    """What the user calls it."""
     document: Mapping[str, Any]
     """`mp_rank_00_model_states.pt`, or the file."""
     parts: tuple[Path, ...] = ()
-    """Each rank's file, of ZeRO."""
     tag: str | None = None
     """The inner folder's name; None of a file, and where the inner folder was given."""
     beside: Mapping[str, Any] = field(default_factory=dict)

@@ -34,10 +34,6 @@ def names_of(
     """The name of every parameter.
 
     Args:
-        groups: the shapes of each group's parameters.
-        given: each group's `param_names`, if there are some.
-        model: the model's `state_dict`.
-        what: what the user calls the source.
         buffers: names in it that are no parameters, as far as they are known.
         fits: asked of names that are not given, where the values can tell more than the shapes.
 
@@ -127,7 +123,6 @@ class Weight:
     moments: tuple[torch.Tensor, ...]
     """As `MOMENTS`, fp32; empty where there has been no update."""
     count: int
-    """Updates so far."""
 
 
 @dataclass(slots=True)
@@ -148,7 +143,6 @@ class TrainingState:
     model: dict[str, torch.Tensor]
     """The model's `state_dict` as it was saved."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """What DeepSpeed's engine keeps beside the model and the optimizer; empty where there was none."""
     loss_scaler: dict[str, float] = field(default_factory=dict)
     """Of fp16 training: DeepSpeed's numbers by its names."""
     notes: list[str] = field(default_factory=list)

@@ -22,16 +22,10 @@ from zftune.errors import BadInputError
 from zftune.telemetry.fingerprint import installed
 
 STAGE = 2
-"""That files say they are of: those of stage 1 are alike."""
 
 
 def engine_state(training: TrainingState, model: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What DeepSpeed's engine saves of itself and the model, and of whose the masters are; the optimizer is left out.
-
-    Args:
-        training: the run.
-        model: the model's `state_dict`.
-    """
+    """State of the engine and the model, and the owners of the masters, without the optimizer."""
     return {
         "buffer_names": [],
         "lr_scheduler": None,
@@ -75,7 +69,6 @@ def optimizer_file(rank: int, *, bf16: bool) -> str:
 
     Args:
         rank: of data parallelism.
-        bf16: whether the model is.
     """
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
@@ -85,9 +78,6 @@ def masters_alone(masters: Sequence[torch.Tensor], config: object, version: str,
 
     Args:
         masters: each group's, behind each other in one fp32 vector; of several ranks, this one's part of it.
-        config: DeepSpeed's.
-        version: DeepSpeed's.
-        ranks: whose files belong together.
     """
     part = {
         "zero_stage": STAGE,
@@ -107,7 +97,6 @@ def read_zero(source: Source, *, trust: bool) -> TrainingState:
     """Read a checkpoint of ZeRO-1 or ZeRO-2.
 
     Args:
-        source: its folder.
         trust: whether code in the files may run.
 
     Raises:
@@ -210,7 +199,6 @@ def _group(parts: Sequence[Mapping[str, Any]], number: int, shapes: Mapping[str,
 
 
 def _joined(pieces: Sequence[torch.Tensor], total: int, what: str) -> torch.Tensor:
-    """One vector of the ranks' parts, without the padding at its end."""
     length, alignment = sum(piece.numel() for piece in pieces), 2 * len(pieces)
     if not total <= length < total + alignment:
         raise BadInputError(f"{what}: its partitions hold {length} elements; they must hold {total} and padding")

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.types import BACKENDS, Backend
-from zftune.text import one_of
+from zftune.text import STANDARD_OUTPUT, check_output_path, one_of, write_json, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +125,6 @@ def _check_paths(fix: bool, output: str | None, json_path: str | None) -> None:
 
 
 def _fault_of_preset(name: str) -> str | None:
-    """Why `zftune run` would refuse a preset; None: it would not."""
     from zftune.integrations.deepspeed.section import Section, require_preset
 
     try:
@@ -137,7 +135,6 @@ def _fault_of_preset(name: str) -> str | None:
 
 
 def _write(console: Console, source: Source, mended: Mended, ds_config: str, output: str) -> None:
-    """Write the mended file and show what was changed."""
     from zftune.ds_config.reading import rewritten
     from zftune.integrations.deepspeed.check import findings
 

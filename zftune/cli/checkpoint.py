@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zftune.errors import ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import typer
 
 from zftune.daemon.client.http import DaemonClient
 from zftune.errors import BadInputError, DaemonError, SocketHeldError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json
 
 SCHEMA = "zftune.daemon/1"
 _STOP_S = 30.0

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zftune.doctor.check import Area, Check, Status
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console

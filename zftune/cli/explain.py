@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
-from zftune.output import STANDARD_OUTPUT
+from zftune.text import STANDARD_OUTPUT
 
 
 def explain(

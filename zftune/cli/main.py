@@ -70,7 +70,6 @@ EXIT_CODES = {
     2: "Bad input, with one sentence; nothing was started or written.",
     130: "Interrupted by Ctrl-C.",
 }
-"""Of the commands, but for those that run another one."""
 
 app = typer.Typer(
     name="zftune",
@@ -115,7 +114,6 @@ def main() -> None:
 
 
 def _usage(error: Any) -> str:
-    """A sentence about a command line that cannot be read: field, value and what is allowed."""
     kind = re.search(r"valid (integer|number|float|int)\b", error.message)
     option = getattr(getattr(error, "param", None), "opts", None)
     if kind is not None and option:
@@ -132,7 +130,6 @@ def _usage(error: Any) -> str:
 
 
 def _value(error: Any) -> str:
-    """What was given, where the error behind it tells."""
     errors = getattr(error.__cause__ or error.__context__, "errors", None)
     given = [one.get("input") for one in errors()] if callable(errors) else []
     return f" is '{given[0]}'" if given else ""

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json, write_text
 
 _Write = Callable[[Mapping[str, Any], str], None]
 
@@ -74,13 +74,7 @@ _OPENED = {
 
 
 def wrote(option: str, path: str | None, more: str = "") -> None:
-    """Name a file that was written, and how it is opened, on standard error.
-
-    Args:
-        option: that asked for it.
-        path: of the file; None, or standard output: there is none to be named.
-        more: what is said of it besides.
-    """
+    """Name a file that was written, and how it is opened, on standard error."""
     if path is not None and path != STANDARD_OUTPUT:
         with suppress(OSError):  # a terminal that is gone
             typer.echo(f"zftune: wrote '{path}', {_OPENED[option]}{more}", err=True)
@@ -90,12 +84,6 @@ def write_files(
     document: Mapping[str, Any], json_path: str | None, html_path: str | None, page: Callable[[Mapping[str, Any]], str]
 ) -> None:
     """Write the JSON and the page that are wanted, and name them.
-
-    Args:
-        document: what they hold.
-        json_path: of the JSON; None: not wanted.
-        html_path: likewise of the page.
-        page: makes its HTML.
 
     Raises:
         ZftuneError: a file cannot be written.

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zftune.errors import BadInputError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.types import QUALITIES, Quality
-from zftune.text import byte_count, one_of
+from zftune.text import STANDARD_OUTPUT, byte_count, check_output_path, one_of, write_json
 
 if TYPE_CHECKING:
     from zftune.planner.model import Job, Machine, ModelFacts

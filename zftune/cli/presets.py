@@ -18,10 +18,9 @@ from rich.text import Text
 
 from zftune.cli.outputs import wrote
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json, write_text
 from zftune.store.preset_file import escaped
 from zftune.store.types import Preset, PresetState
-from zftune.text import number, percent
+from zftune.text import STANDARD_OUTPUT, check_output_path, number, percent, write_json, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,13 +42,7 @@ _BASELINES = {
 
 
 def listed(presets: Iterable[Preset], hw_id: str | None, width: int) -> RenderableType:
-    """A table of presets; those of this machine are marked. No name is cut or wrapped: it is there to be copied.
-
-    Args:
-        presets: its rows.
-        hw_id: of this machine; None: not known.
-        width: columns that there are; where they are few, what a preset is for is left to its name.
-    """
+    """A table of presets; those of this machine are marked. No name is cut or wrapped: it is there to be copied."""
     wide = width >= _WIDE
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("preset", no_wrap=True)
@@ -406,7 +399,6 @@ def _confirm(question: str, *, yes: bool) -> None:
 
 
 def _is_asked() -> bool:
-    """Whether somebody is there to answer."""
     return sys.stdin.isatty()
 
 

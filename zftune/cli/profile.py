@@ -14,8 +14,7 @@ from typer.core import TyperCommand
 
 from zftune.cli.outputs import Outputs, wrote
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
-from zftune.text import byte_count
+from zftune.text import STANDARD_OUTPUT, byte_count, check_output_path, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -317,7 +316,6 @@ def _progress(console: Console) -> Iterator[Any]:
 
 @contextmanager
 def _notes(console: Console) -> Iterator[None]:
-    """Show warnings about the settings as notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -326,7 +324,6 @@ def _notes(console: Console) -> Iterator[None]:
 
 
 def _interval(value: str | None) -> int | str | None:
-    """An integer where it is one; the knob's own check says what is allowed."""
     try:
         return None if value is None else int(value)
     except ValueError:

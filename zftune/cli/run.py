@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from zftune.errors import BadInputError, ZftuneError
-from zftune.output import check_output_path
+from zftune.text import check_output_path
 
 if TYPE_CHECKING:
     from zftune.integrations.deepspeed.outcome import Outcome
@@ -102,9 +102,6 @@ def _check(
     """What can be known before anything starts: options, ds_configs that the command names, presets.
 
     What DeepSpeed refuses itself is known by `zftune check`.
-
-    Raises:
-        BadInputError: one is not allowed, or cannot be read.
     """
     from zftune.integrations.deepspeed.section import NAME, NO_PRESET, Section, require_preset
 
@@ -131,11 +128,6 @@ def _check(
 def _would(
     command: Sequence[str], found: Sequence[Found], environment: Mapping[str, str], *, online: bool, replayed: bool
 ) -> Iterator[str]:
-    """What `zftune run` would do.
-
-    Raises:
-        BadInputError: there is no such program.
-    """
     from zftune.daemon.client.location import locate
     from zftune.integrations.deepspeed.section import BEST, NO_PRESET
     from zftune.store.location import meant_by
@@ -167,7 +159,6 @@ def _would(
 
 
 def _searched(*, online: bool, fresh: bool, replayed: bool) -> dict[str, str]:
-    """Variables that say who searches, and from where."""
     from zftune.variables import FRESH, NOBODY, ONLINE
 
     who = NOBODY if replayed else "daemon" if online else ""
@@ -179,11 +170,6 @@ def _encoded(wanted: dict[str, Any]) -> str:
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Give this process to a program.
-
-    Raises:
-        BadInputError: it cannot be run.
-    """
     numbers = (signal.SIGPIPE, signal.SIGXFSZ)
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]  # Python ignores them; its heir would, too
     sys.stdout.flush()
@@ -221,11 +207,6 @@ def _require_daemon(environment: Mapping[str, str]) -> None:
 def _steering(
     asked: dict[str, Any], found: Sequence[Found], schedule: str | None, export_schedule: str | None
 ) -> dict[str, str]:
-    """Files of knobs, as a process in another folder finds them.
-
-    Raises:
-        BadInputError: one is not allowed.
-    """
     given = {"schedule": schedule, "export_schedule": export_schedule}
     if schedule is not None:
         if asked.get("online"):

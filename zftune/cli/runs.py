@@ -13,9 +13,9 @@ from zftune.daemon import SHOWN
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient
 from zftune.errors import NoDaemonError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.store.location import meant_by
 from zftune.store.preset_file import escaped
+from zftune.text import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.words import RUN_STATES, seconds
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def list_runs(
 
 
 def _list_stored(json_path: str | None) -> None:
-    """Write or print all runs of the store, without a daemon."""
     from zftune.store import open_store
 
     with open_store() as store:
@@ -99,7 +98,6 @@ def _list_stored(json_path: str | None) -> None:
 
 
 def _stored(store: Store, run: RunRecord) -> dict[str, Any]:
-    """A run of `STORED_SCHEMA`."""
     from zftune.store.account import Account
     from zftune.store.store import facts_of, goes_on
     from zftune.store.types import RunState
@@ -199,17 +197,6 @@ def stop(run: _Run = None, json_path: _Json = None) -> None:
 
 
 def _tell(command: str, run: str | None, json_path: str | None) -> None:
-    """Tell a run something, and print what became of it.
-
-    Args:
-        command: "pause", "resume", "rollback" or "stop".
-        run: its identity or the beginning of it; None: the only one.
-        json_path: where JSON goes; None: nowhere.
-
-    Raises:
-        BadInputError: there is no such run, or more than one.
-        DaemonError: the daemon cannot be asked, or the run's state does not allow it.
-    """
     check_output_path(json_path)
     with DaemonClient() as client:
         found = http.told(client, http.chosen(client, run)["run"], command)
@@ -224,7 +211,6 @@ def _tell(command: str, run: str | None, json_path: str | None) -> None:
 
 
 def _decisions(client: DaemonClient, run: str, found: dict[str, Any], *, follow: bool) -> Iterator[dict[str, Any]]:
-    """Those that there are, and where they are followed those to come."""
     seen = 0
     while True:
         yield from found["decisions"][seen:]

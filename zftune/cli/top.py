@@ -16,11 +16,10 @@ from rich.text import Text
 from zftune.daemon.client import http
 from zftune.daemon.client.http import DaemonClient, called
 from zftune.errors import BadInputError, DaemonError
-from zftune.output import STANDARD_OUTPUT, check_output_path, write_json
 from zftune.quality import adopted_from, coverage_advice
 from zftune.store.account import saved_in_words
 from zftune.store.preset_file import escaped
-from zftune.text import percent
+from zftune.text import STANDARD_OUTPUT, check_output_path, percent, write_json
 from zftune.words import NONE, colour, seconds, short_setting
 
 Run = Mapping[str, Any]
@@ -70,12 +69,7 @@ def stalls(run: Run) -> tuple[tuple[str, float], ...]:
 
 
 def account(run: Run, gain: Mapping[str, Any] | None) -> str:
-    """What a run took, spent and saved so far.
-
-    Args:
-        run: with its account.
-        gain: of its incumbent, where that is known.
-    """
+    """What a run took, spent and saved so far."""
     found = run["account"]
     took, spent_s = found["elapsed_s"], found["spent_s"]
     text = f"tuned for {count(found['steps'])} steps in {seconds(took)}, exploring cost "
@@ -126,9 +120,7 @@ _KINDS = {"adopt": "bold green", "guard": "bold red", "crash": "red", "abort": "
 _BAR = 5
 _WIDE_BAR = 20
 _MOST_LINES = 4
-"""Of a decision on a screen."""
 _NOTICE_LINES = 12
-"""Of a screen for each notice."""
 _TRIED = ("measured", "in_flight", "aborted", "crashed", "void")
 
 
@@ -137,15 +129,10 @@ class Frame:
     """What is shown at one moment."""
 
     source: str
-    """Of it: the socket."""
     runs: Sequence[Document]
-    """At a glance, all of them."""
     shown: Sequence[Document]
-    """Details of those that have a row."""
     looked_at: Document | None
-    """Details of the one below; None: of none."""
     trouble: str = ""
-    """Why this is not the newest."""
 
 
 def most_rows(height: int) -> int:
@@ -154,13 +141,7 @@ def most_rows(height: int) -> int:
 
 
 def frame(found: Frame, width: int, height: int) -> RenderableType:
-    """A screen of this size, or a smaller one.
-
-    Args:
-        found: what is shown.
-        width: columns.
-        height: lines.
-    """
+    """A screen of this size, or a smaller one."""
     lines = [_headline(found, width)]
     if found.trouble:
         lines.append(_text(escaped(found.trouble), "bold yellow"))
@@ -178,12 +159,7 @@ def frame(found: Frame, width: int, height: int) -> RenderableType:
 
 
 def whole(details: Document, width: int) -> RenderableType:
-    """A run with everything that is known of it, however long.
-
-    Args:
-        details: as the daemon gives them.
-        width: columns.
-    """
+    """A run with everything that is known of it, however long."""
     notices = details["run"]["notices"]
     lines = [*_facts(details), *_notices(notices, len(notices))]
     trials = _tried(details)
@@ -213,7 +189,6 @@ def _headline(found: Frame, width: int) -> Text:
 
 
 def _rows(shown: Sequence[Document], width: int) -> list[Text]:
-    """A heading and the runs; the last decision's reason beside a run, or below it where there is no room."""
     wide = width >= WIDE
     bar = _WIDE_BAR if wide else _BAR
     sizes = {"run": 8, "state": 10, "step": 6, "ms": 6, "stall": bar + 11, "gain": 11, "settings": 20}
@@ -246,14 +221,12 @@ def _cells(details: Document, bar: int) -> tuple[Text, ...]:
 
 
 def _cell(text: Text, size: int, title: str) -> Text:
-    """A cell and the blank after it; numbers stand at the right."""
     text.truncate(size, overflow="ellipsis")
     blanks = " " * (size - text.cell_len)
     return Text(blanks).append_text(text).append(" ") if title in ("step", "ms") else text.append(blanks + " ")
 
 
 def _stall(run: Document, bar: int) -> Text:
-    """What of a step is waiting, by cause, as a bar; and the most frequent cause in words."""
     parts = stalls(run)
     if not parts:
         return _text(NONE if run["step_ms"] is None or run["stall_ms"] else "no GPU stream", "dim")
@@ -293,7 +266,6 @@ def _details(details: Document, width: int, height: int) -> list[Text]:
 
 
 def _newest(decisions: Sequence[Document], width: int, room: int) -> tuple[list[Text], int]:
-    """The lines of the newest decisions that have room, and how many decisions these are."""
     lines: list[Text] = []
     for count, one in enumerate(reversed(decisions)):
         more = _decision(one, width, _MOST_LINES)
@@ -331,14 +303,12 @@ def _facts(details: Document) -> list[Text]:
 
 
 def _notices(notices: Sequence[str], most: int) -> list[Text]:
-    """As many as have room, the first at least, and where the others are."""
     shown, hidden = notices[: max(1, most)], len(notices[max(1, most) :])
     lines = [_text(escaped(one), "yellow") for one in shown]
     return [*lines, *([_text(f"and {hidden} more: zftune runs show", "dim")] if hidden else [])]
 
 
 def _turn(details: Document) -> str:
-    """What to turn where the coverage is low."""
     knobs, best, trials = details["run"]["knobs"], details["incumbent"], details["trials"]
     start = None if best is None else adopted_from(knobs, trials[0]["knobs"], trials[best]["knobs"])
     return coverage_advice(knobs, start)
@@ -421,9 +391,7 @@ def look(client: DaemonClient, run: str | None, height: int) -> Frame:
     """What there is to see now.
 
     Args:
-        client: of the daemon.
         run: the one that is looked at; None: the newest that trains.
-        height: of the screen.
 
     Raises:
         BadInputError: there is no such run, or more than one.
@@ -455,7 +423,6 @@ def _print(client: DaemonClient, run: str | None) -> None:
 
 
 def _watch(client: DaemonClient, run: str | None, interval_s: float) -> None:
-    """Until Ctrl-C; the terminal is then as it was."""
     from dataclasses import replace
 
     from rich.console import Console

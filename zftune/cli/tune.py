@@ -12,8 +12,7 @@ import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
-from zftune.output import STANDARD_OUTPUT
-from zftune.text import one_of, time_left
+from zftune.text import STANDARD_OUTPUT, one_of, time_left
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,7 +108,6 @@ def tune(
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Refuse at once what is wrong: searching takes minutes."""
     from zftune.tuner.search import LEAST_MEASUREMENTS
 
     Outputs(given["json_path"], given["html_path"], None).check()
@@ -121,7 +119,6 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _live(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Tune the built-in workload, and show what came of it."""
     from rich.console import Console
 
     from zftune.builtin import TuneOptions, tune
@@ -167,7 +164,6 @@ def _log_lines(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console, steps: int) -> Iterator[OnStep]:
-    """One line about the search: rewritten on a terminal, in a pipe a new one now and then."""
     from rich.live import Live
     from rich.text import Text
 
@@ -193,7 +189,6 @@ class ProgressLine:
     """How far a search is, in a line.
 
     Args:
-        steps: of the training, at most.
         clock: seconds.
     """
 
@@ -205,12 +200,6 @@ class ProgressLine:
         """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
 
     def text(self, done: int, tuner: Tuner) -> str:
-        """Best so far, what is being tried, and about how long it takes once that can be known.
-
-        Args:
-            done: steps so far.
-            tuner: of the training.
-        """
         live, search = tuner.live, tuner.search
         if live is None or search is None:
             return f"step {done}: warming up"

@@ -20,15 +20,12 @@ class Check:
     """In a word. "ok": works. "note": works, with something to know. "broken": is there and does not work, or harms.
     "absent": is not there."""
     finding: str
-    """A sentence."""
     fix: str | None = None
     """What to do about it; None where there is nothing to do."""
     required: bool = False
-    """Whether zftune cannot do without it."""
     stops_training: bool = False
     """Whether trainings on this machine hang until it is mended, with zftune or without."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the sentence, with their units in their names."""
 
     @property
     def is_fault(self) -> bool:
@@ -46,10 +43,6 @@ class Area:
 
 def document(areas: Iterable[Area], version: str) -> dict[str, Any]:
     """The checks as JSON: no host name, no user and no path.
-
-    Args:
-        areas: in the order in which they are shown.
-        version: of zftune.
 
     Returns:
         {"schema", "zftune", "ok", "checks": [{"area", "name", "status", "finding", "fix", "required", "stops_training",

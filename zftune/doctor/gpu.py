@@ -18,12 +18,7 @@ _PERMISSION = "Insufficient Permissions"
 
 
 def nvml_checks(devices: Sequence[Mapping[str, Any]] | None, reason: str) -> Iterator[Check]:
-    """NVML, the figures that it does not give, GPM.
-
-    Args:
-        devices: the GPUs that NVML lists; None where it lists none.
-        reason: why it does not.
-    """
+    """NVML, the figures that it does not give, GPM."""
     yield from _binding()
     if devices is None:
         yield _no_driver(reason)
@@ -61,13 +56,7 @@ def _no_driver(reason: str) -> Check:
 def findings(
     devices: Sequence[Mapping[str, Any]], figures: Mapping[str, Any] | None, missing: Mapping[str, str]
 ) -> Iterator[Check]:
-    """What half a second of sampling says.
-
-    Args:
-        devices: the GPUs that NVML lists.
-        figures: the sampler's summary.
-        missing: its reasons.
-    """
+    """What half a second of sampling says."""
     names = ", ".join(str(device["name"]) for device in devices)
     if figures is None:
         reason = missing.get("", "it gives no figure")
@@ -151,7 +140,6 @@ def gpu_checks(gpu_names: list[str] | None) -> Iterator[Check]:
 
 
 def _use_cuda() -> str | list[str]:
-    """What CUDA is used for: the names of the devices, each of which took a tensor, or why that failed."""
     import torch
 
     try:
@@ -171,9 +159,6 @@ def cuda_check(torch_version: str, cuda: str | None, used: str | list[str], gpu_
     """What to say of CUDA.
 
     Args:
-        torch_version: of the installed torch.
-        cuda: the CUDA version that torch was built for.
-        used: names of the devices that were used, or the error of trying.
         gpu_names: the GPUs that the driver lists; None where there is no driver.
     """
     name = "CUDA"
@@ -248,5 +233,4 @@ def _triton_kernels(version: str) -> Check:
 
 
 def _without_paths(text: str) -> str:
-    """With the last part of each path alone."""
     return re.sub(r"(?<![\w.])(?:/[^\s/'\":]+)*/(?=[^\s/'\":])", "", text)

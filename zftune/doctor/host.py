@@ -26,7 +26,6 @@ def bandwidth_checks(has_cuda: bool, pcie: tuple[int, int] | None) -> Iterator[C
     """The host's memory, and the link where there is a GPU.
 
     Args:
-        has_cuda: whether there is a GPU that works.
         pcie: generation and width that the GPU can do; None where unknown.
     """
     yield _host()
@@ -88,8 +87,6 @@ def link_check(down_gbps: float, up_gbps: float, pcie: tuple[int, int] | None) -
     """What to say of the link.
 
     Args:
-        down_gbps: D2H.
-        up_gbps: H2D.
         pcie: generation and width that the GPU can do; None where unknown.
     """
     figures = {"d2h_gbps": down_gbps, "h2d_gbps": up_gbps}
@@ -127,7 +124,6 @@ def cores_check(allowed: list[int], quota: float | None) -> Check:
     """Which cores the host engine gets.
 
     Args:
-        allowed: logical CPUs of this process.
         quota: cores that the control groups grant; None: no limit.
     """
     from zenflow import ZenFlowConfig

@@ -41,17 +41,14 @@ class ExtensionLock:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether it is older than a compilation takes."""
         return self.age_s > _LONGEST_S
 
     @property
     def sentence(self) -> str:
-        """Which it is, and its age."""
         return f"the compilation lock {self.shown} is {_age(self.age_s)} old"
 
     @property
     def removal(self) -> str:
-        """The command that removes it."""
         return f"rm {self.shown}"
 
 
@@ -136,7 +133,6 @@ def store_check(environment: Mapping[str, str], home: Path, root: Path = Path("/
 
     Args:
         environment: $ZFTUNE_DB is a path or a URL of SQLAlchemy; else $XDG_DATA_HOME counts.
-        home: of the user.
         root: stands for "/" where the mounts are read.
     """
     name = "store"
@@ -283,11 +279,7 @@ def _builds(environment: Mapping[str, str]) -> Check:
 
 
 def left_locks(environment: Mapping[str, str]) -> Iterator[Check]:
-    """The locks of ops that are, or seem to be, compiled.
-
-    Args:
-        environment: tells where they are.
-    """
+    """The locks of ops that are, or seem to be, compiled."""
     for lock in extension_locks(environment):
         finding, figures = f"{lock.sentence[0].upper()}{lock.sentence[1:]}", {"age_s": lock.age_s}
         if lock.is_left_over:
@@ -327,11 +319,7 @@ def _python() -> Check:
 
 
 def packages(needed: dict[str, str | None]) -> Iterator[Check]:
-    """One check for the packages that are there, and one for each that is not, or is too old.
-
-    Args:
-        needed: names and least versions.
-    """
+    """One check for the packages that are there, and one for each that is not, or is too old."""
     good = []
     for name, least in needed.items():
         version = installed(name)
@@ -356,7 +344,6 @@ def packages(needed: dict[str, str | None]) -> Iterator[Check]:
 
 
 def _why_not(name: str) -> str:
-    """Why a package cannot be imported; "" where it can."""
     try:
         import_module(name)
     except Exception as error:  # noqa: BLE001 - a half-written file raises what it likes

@@ -16,9 +16,6 @@ TESTED_UPSTREAM = ("0.19.6",)
 SCRAMBLING = ("0.19.7", "0.19.8")
 """That scramble every 2-D weight at initialisation, under ZenFlow at ZeRO stages 1 and 2."""
 
-CLIPS_SINCE = (0, 19)
-"""From this release on gradients are clipped to 1.0 where a ds_config has no "gradient_clipping"."""
-
 FILES_SINCE = "0.16.0"
 """Checkpoints have looked the same since."""
 

@@ -80,11 +80,9 @@ class Source:
     path: str | None = None
     """Of the file in which it stands: where an Accelerate configuration names a JSON, of that."""
     duplicates: tuple[str, ...] = ()
-    """Names that stand twice in one object."""
     flaw: str | None = None
     """Why it is not plain JSON, which is all that Hugging Face reads; None: it is."""
     text: str = ""
-    """As it stands in the file."""
     through: str | None = None
     """By what it was found: an Accelerate or training configuration, or what stands on a command line."""
     places: Mapping[str, Place] | None = None
@@ -198,8 +196,6 @@ def through_accelerate(path: str, whole: Mapping[str, Any], options: Mapping[str
     """What Accelerate makes DeepSpeed read.
 
     Args:
-        path: of its configuration; without one, what the command line is called.
-        whole: the configuration, which may be empty.
         options: of `accelerate launch`, which come before it; None: it is not known how it is launched.
 
     Raises:
@@ -274,12 +270,7 @@ _NOT_BESIDE = (
 
 
 def of_accelerate(section: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The ds_config that Accelerate's plugin makes of the section "deepspeed_config", which names no file.
-
-    Args:
-        section: its settings.
-        whole: the configuration that it stands in.
-    """
+    """The ds_config that Accelerate's plugin makes of the section "deepspeed_config", which names no file."""
     said = {name: number_of(value) for name, value in section.items() if value is not None}
     zero: dict[str, Any] = {"stage": said.get("zero_stage", 2)}
     for name in ("optimizer", "param"):
@@ -338,10 +329,6 @@ def rewritten(source: Source, config: Mapping[str, Any]) -> str:
     """The text of a file with other settings: what is not changed stays as it stands there.
 
     A file that is not plain JSON, or is of Accelerate, is written anew.
-
-    Args:
-        source: as it was read.
-        config: with its settings changed.
     """
     text = source.text
     if not text or source.through is not None or source.flaw is not None or source.duplicates:
@@ -352,21 +339,11 @@ def rewritten(source: Source, config: Mapping[str, Any]) -> str:
 
 
 def _next(text: str, at: int) -> int:
-    """Where the white space ends that may be at this place."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def _object(text: str, start: int, old: Mapping[str, Any], new: Mapping[str, Any], line: str) -> tuple[str, int]:
-    """An object with other members, and where it ends in the text.
-
-    Args:
-        text: of the file.
-        start: where the object begins in it.
-        old: its members there.
-        new: those that it gets.
-        line: how the line begins on which the object ends: with the end of the line before it, and spaces.
-    """
     end, at = start + 1, _next(text, start + 1)
     lead = text[end:at] if old else line and f"{line}  "
     unit = lead.removeprefix(line) if line and lead.startswith(line) else None
@@ -419,12 +396,7 @@ _LARGE = 1e6
 
 
 def shown(value: Any, *, whole: bool = False) -> str:
-    """A value as it stands in a file, cut short.
-
-    Args:
-        value: of a setting.
-        whole: whether sections are shown too.
-    """
+    """A value as it stands in a file, cut short."""
     if isinstance(value, Mapping) and value and not whole:
         return "{...}"
     if isinstance(value, float) and value.is_integer() and value >= _LARGE:
@@ -437,8 +409,6 @@ def put(config: dict[str, Any], path: SettingPath, value: Any) -> None:
     """Set a setting, or take it out; sections on the way are made where they are not there.
 
     Args:
-        config: is changed.
-        path: of the setting.
         value: MISSING takes it out.
     """
     *sections, name = path

@@ -25,9 +25,6 @@ def units_of(module: nn.Module) -> list[nn.Module]:
 
     They are the blocks that transformers names (`_no_split_modules`), else the entries of the longest list of modules,
     by parameters. A part that shares a weight with what lies outside of it is none.
-
-    Args:
-        module: before `fully_shard`.
     """
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
     blocks = list(_outermost(module, names))
@@ -66,12 +63,10 @@ class Sharded:
 
     @property
     def on_host(self) -> bool:
-        """Whether the rows lie there."""
         return bool(self.on_host_since)
 
     @property
     def bytes(self) -> int:
-        """Of this rank's rows."""
         return sum(local_rows(parameter).nbytes for parameter in self.parameters)
 
 
@@ -106,11 +101,7 @@ class Former(nn.Parameter):
 
 
 def now(parameters: Any) -> Any:
-    """A parameter, or groups or a list of them, with the new ones for those from before the model was cut up.
-
-    Args:
-        parameters: as an optimizer takes them; with names, too.
-    """
+    """A parameter, or groups or a list of them, with the new ones for those from before the model was cut up."""
     if isinstance(parameters, dict):
         return {**parameters, "params": now(parameters["params"])}
     if isinstance(parameters, tuple):
@@ -129,11 +120,8 @@ def shard(
     rank where the parts are rows; where they are not, it is gathered once, one weight at a time.
 
     Args:
-        module: on any device; changed in place, its weights are DTensors afterwards.
-        mesh: of all ranks.
         dtype: that floating weights are cast to; None: they keep theirs.
         on_host_since: why the rows are kept there (`CPUOffloadPolicy`); empty: they are not.
-        policy: as for `fully_shard`.
 
     Raises:
         BadInputError: a parameter has no dimension or no element, or trained ones of a unit are of several dtypes.
@@ -189,10 +177,6 @@ def stays_on_device(
     """Whether the weights of a rank stay on its device; else they stay on the host, from where FSDP2 copies each unit.
 
     Args:
-        module: before `shard`.
-        ranks: how many share it.
-        dtype: that floating weights are cast to; None: they keep theirs.
-        available_bytes: of the device's memory.
         may_leave: whether they may be on the host.
         besides_bytes: that are needed beside the weights, so that they leave where they may.
 
@@ -219,9 +203,6 @@ def device_bytes(module: nn.Module, ranks: int, dtype: torch.dtype | None, *, on
     """Most bytes of weights that a rank has on its device at a time.
 
     Args:
-        module: before `shard`.
-        ranks: how many share it.
-        dtype: that floating weights are cast to; None: they keep theirs.
         on_host: the rows stay there. Then it is what is in no unit, the unit that computes, and one that is copied
             ahead; else the rows, and on several ranks the largest of these whole.
     """
@@ -243,7 +224,6 @@ def shapes_of(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
     Args:
         module: whole, or cut up by `deepspeed.zero.Init`.
-        dtype: of floating parameters; None: they keep theirs.
     """
     made: dict[int, nn.Parameter] = {}
 
@@ -263,11 +243,7 @@ def shapes_of(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def make_whole(module: nn.Module) -> None:
-    """Undo `deepspeed.zero.Init` of a model that one rank has alone; parameters stay the same objects.
-
-    Args:
-        module: changed in place.
-    """
+    """Undo `deepspeed.zero.Init` of a model that one rank has alone; parameters stay the same objects."""
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):
             parameter.data = _rows_of_zero(parameter, 0, 1)
@@ -276,7 +252,6 @@ def make_whole(module: nn.Module) -> None:
 
 
 def _places(module: nn.Module) -> dict[int, list[Place]]:
-    """Where each parameter stands, by its `id`."""
     found: dict[int, list[Place]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -309,12 +284,6 @@ def _require_fitting(module: nn.Module, own: list[Any], dtype: torch.dtype | Non
 def _cut(
     old: Any, places: list[Place], mesh: DeviceMesh, dtype: torch.dtype | None, home: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Make a parameter ready for `fully_shard`.
-
-    Returns:
-        This rank's rows where `fully_shard` is not to cut them; and those of its fp32 values, on the CPU, where it is
-        rounded.
-    """
     rank, ranks, on_zero = mesh.get_local_rank(), mesh.size(), hasattr(old, "ds_id")
     target = dtype if dtype is not None and old.is_floating_point() else old.dtype
     if on_zero:
@@ -331,12 +300,7 @@ def _cut(
 
 
 def gathered(rows: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """The whole of which each rank has rows, on the device that computes; to be called on all ranks.
-
-    Args:
-        rows: this rank's, in any dtype, on any device.
-        parameter: a DTensor, whose rows they are like.
-    """
+    """The whole of which each rank has rows, on the device that computes; to be called on all ranks."""
     from torch.distributed.tensor import DTensor
 
     like = cast("DTensor", parameter)
@@ -351,12 +315,7 @@ def gathered(rows: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 
 
 def as_dtensor(rows: torch.Tensor, parameter: nn.Parameter) -> DTensor:
-    """Rows of this rank as a part of the whole, where the parameter's rows are, which may be the host.
-
-    Args:
-        rows: in any dtype, on any device.
-        parameter: a DTensor, whose rows they are like.
-    """
+    """Rows of this rank as a part of the whole, where the parameter's rows are, which may be the host."""
     return _part(rows.to(cast("DTensor", parameter)._local_tensor.device), parameter)
 
 
@@ -380,12 +339,7 @@ def whole(values: torch.Tensor) -> torch.Tensor:
 
 
 def own_rows(values: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's rows of a whole: a view.
-
-    Args:
-        values: of the whole, as many elements as the parameter has.
-        parameter: a DTensor.
-    """
+    """This rank's rows of a whole: a view."""
     mesh = cast("DTensor", parameter).device_mesh
     return rows_of(values.view(parameter.shape), mesh.get_local_rank(), mesh.size())
 
@@ -423,7 +377,6 @@ def _sharded(places: list[Place], rows: torch.Tensor | None) -> nn.Parameter:
 
 
 def _redirect(old: Any, place: Place) -> None:
-    """Let what a script does with a parameter that was replaced be done with the new one."""
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
     vars(old).clear()  # what ZeRO asks it for is the new one's
     old.__class__ = Former

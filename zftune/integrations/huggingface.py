@@ -241,12 +241,7 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._optimizer = self._figures = self._early = None
 
     def add_figures(self, state: Any, logs: dict[str, Any] | None) -> None:
-        """Put the figures into a log entry of a loss, and into the history, which has a copy.
-
-        Args:
-            state: the Trainer's.
-            logs: the entry, which others see after this.
-        """
+        """Put the figures into a log entry of a loss, and into the history, which has a copy."""
         if self._figures is None or not logs or "loss" not in logs or not state.log_history:
             return
         figures = self._figures.take()
@@ -265,7 +260,6 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         return {"micro_batch": batch, "tokens": tokens, **self._attach}
 
     def _end(self) -> None:
-        """Once: end the tuner under its best knobs, and apply what is pending."""
         if self._losses is None:
             return
         self._losses.close()
@@ -279,12 +273,7 @@ class ZFTuneCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 
 class _Early(TrainerCallback):  # type: ignore[misc]
-    """Puts figures into the Trainer's entries before its reporters see them: a Trainer calls those first.
-
-    Args:
-        callback: that has the figures.
-        handler: of the Trainer.
-    """
+    """Puts figures into the Trainer's entries before its reporters see them: a Trainer calls those first."""
 
     def __init__(self, callback: ZFTuneCallback, handler: CallbackHandler) -> None:
         self._callback, self._handler = callback, handler
@@ -294,12 +283,6 @@ class _Early(TrainerCallback):  # type: ignore[misc]
         """Put one before all other callbacks of the Trainer that is calling.
 
         No argument of a callback leads to its Trainer, so it is looked for among the callers.
-
-        Args:
-            callback: that is being called.
-
-        Returns:
-            It; None: something else calls, so that what comes before the callback sees no figures.
         """
         handler = _caller(callback)
         if handler is None:
@@ -310,7 +293,6 @@ class _Early(TrainerCallback):  # type: ignore[misc]
         return early
 
     def leave(self) -> None:
-        """Leave the Trainer's callbacks as they were."""
         self._handler.callbacks = [one for one in self._handler.callbacks if one is not self]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of: Any) -> None:
@@ -331,14 +313,10 @@ class _Losses:
     """The loss of each step, from what the model returns in training.
 
     It is summed over the passes of a step: as the Trainer reports it, or a constant multiple of that.
-
-    Args:
-        model: that returns it; None: nobody can be asked.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.seen = False
-        """Whether there was one so far."""
         self._sum: torch.Tensor | None = None
         self._hook = None if model is None else model.register_forward_hook(self._see)
 
@@ -348,7 +326,6 @@ class _Losses:
         return taken
 
     def close(self) -> None:
-        """Look no longer."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -384,7 +361,6 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def _zenflow(optimizer: Any) -> ZenFlowOptimizer:
-    """What Accelerate has wrapped."""
     inner = innermost(optimizer)
     if not isinstance(inner, ZenFlowOptimizer):
         raise BadInputError(

@@ -45,16 +45,9 @@ class FusedAdamW:
     """`torch.optim.AdamW(fused=True)` on fp32 masters, which are the weights themselves where these are fp32.
 
     Sharded parameters are updated in their rows.
-
-    Args:
-        parameters: of the model; those that need no gradient are passed over.
-        lr: the learning rate.
-        system: how gradients are clipped.
-        device: where the parameters are; tells how long steps take.
     """
 
     config = None
-    """It has no knobs."""
     host_engine = ("none", 0)
     """Name and threads."""
 
@@ -68,11 +61,9 @@ class FusedAdamW:
 
     @property
     def last_end(self) -> Mark | None:
-        """Where the last step ended; None before the first."""
         return self._history.last_end
 
     def history(self, *, wait: bool = False, after: int = 0) -> list[StepStats]:
-        """As `ZenFlowAdamW.history`."""
         return self._history.steps(wait=wait, after=after)
 
     def record_timeline(self) -> None:
@@ -82,7 +73,6 @@ class FusedAdamW:
         """There is none."""
 
     def host_bytes(self) -> dict[str, int]:
-        """Peak host memory by use: none."""
         return {}
 
     def close(self) -> None:
@@ -91,13 +81,11 @@ class FusedAdamW:
     abandon = close
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
         for parameter in self._parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take one step with the gradients in `.grad`; never waits for the device."""
         self._history.begin_step()
         skip = self._clip()
         for part in self._parts:
@@ -119,8 +107,6 @@ class FusedAdamW:
 
 
 class _Part:
-    """Some of the parameters, which are updated together."""
-
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
         self._parameters = parameters
         self._weights = [local_rows(parameter.detach()) for parameter in parameters]
@@ -128,7 +114,6 @@ class _Part:
         self._optimizer = torch.optim.AdamW(self._masters, lr=lr, fused=True)
 
     def step(self, skip: torch.Tensor | None) -> int:
-        """Update what has a gradient; the bytes of device memory that this moves."""
         nbytes = 0
         written: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for parameter, weights, master in zip(self._parameters, self._weights, self._masters, strict=True):
@@ -149,7 +134,6 @@ class _Part:
 
 
 def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters in turn, as many together as have `_PART_ELEMENTS`."""
     part: list[nn.Parameter] = []
     elements = 0
     for parameter in parameters:
@@ -174,7 +158,6 @@ def several_ranks(ranks: int, work: Work) -> Iterator[None]:
     """Be the first of several ranks, which meet over gloo, for as long as the block lasts; one needs nothing.
 
     Args:
-        ranks: how many there are.
         work: of the others, each in a process of its own; meets this one in the same collectives.
 
     Raises:
@@ -234,7 +217,6 @@ def _companion(rank: int, ranks: int, folder: str, work: Work, mouth: Connection
 
 
 def _heard(ear: Connection) -> str | None:
-    """Why a rank could not go on, where it knows."""
     try:
         return str(ear.recv()) if ear.poll(_PATIENCE.total_seconds()) else None
     except EOFError:
@@ -251,11 +233,7 @@ _LEAST_STEPS, _MOST_STEPS = 3, 5
 
 
 def calibration_steps(window: int) -> int:
-    """Steps to profile: whole windows where these are not too long.
-
-    Args:
-        window: steps of the longest one.
-    """
+    """Steps to profile: whole windows where these are not too long."""
     return min(_MOST_STEPS, -(-_LEAST_STEPS // window) * window)
 
 
@@ -281,9 +259,6 @@ class Idle:
     def document(self, stats: Sequence[StepStats]) -> dict[str, Any]:
         """The "idle" of a profile.
 
-        Args:
-            stats: of these steps.
-
         Returns:
             Mean milliseconds of a step, in all and by cause. "stall": covered by events around waits; "launch": the
             training thread had launched nothing, and was not blocked in one of these waits; "other": what is left.
@@ -301,12 +276,7 @@ class Idle:
 
 
 def idle_of(kernels: Iterable[Kernel], steps: int) -> Idle | None:
-    """The gaps between kernels; None where there are none.
-
-    Args:
-        kernels: of all streams, in any order.
-        steps: in which they ran.
-    """
+    """The gaps between kernels; None where there are none."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin_ns)
     if not ordered:
         return None
@@ -343,15 +313,10 @@ class IdleProfiler:
 
     def __init__(self) -> None:
         self.events: Sequence[Any] = ()
-        """Kineto's, of the last recording."""
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
-        """Profile what happens inside; of a GPU its kernels and launches alone, so that steps are hardly slower.
-
-        Args:
-            device: that computes.
-        """
+        """Profile what happens inside; of a GPU its kernels and launches alone, so that steps are hardly slower."""
         activity = torch.profiler.ProfilerActivity
         what = activity.CUDA if device.type == "cuda" else activity.CPU
         with torch.profiler.profile(activities=[what]) as profiler:

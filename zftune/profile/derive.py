@@ -74,12 +74,7 @@ def mean(stats: Sequence[StepStats], field: str) -> float:
 
 
 def link(stats: Sequence[StepStats], model_bytes: int) -> dict[str, float]:
-    """Bytes on the link per step.
-
-    Args:
-        stats: of the measured steps.
-        model_bytes: of the trainable parameters.
-    """
+    """Bytes on the link per step."""
     d2h, h2d = mean(stats, "d2h_bytes"), mean(stats, "h2d_bytes")
     other = mean(stats, "index_bytes") + mean(stats, "migrated_bytes")
     return {
@@ -98,10 +93,7 @@ def host(
     A probe below what the host did is no ceiling, and is left out.
 
     Args:
-        stats: of the measured steps.
         rig_gbps: what the rig's host does; None: it is this machine's.
-        engine: who updated, and with how many threads.
-        missing: gets the reason where nothing was updated, or no ceiling is known.
     """
     from zenflow import host_bandwidth
 
@@ -143,7 +135,6 @@ def loss(losses: Sequence[float | None], missing: dict[str, str]) -> dict[str, A
 
     Args:
         losses: of the measured steps; None: not known. May be not a number.
-        missing: gets the reason where nothing is known.
     """
     known = [value for value in losses if value is not None]
     found = summary([value for value in known if math.isfinite(value)])
@@ -199,7 +190,6 @@ def roofs(document: Mapping[str, Any], missing: dict[str, str]) -> dict[str, flo
 
     Args:
         document: with step_ms, stall, link, host, knobs and rig.
-        missing: gets a reason for what is not known.
     """
     stalled, traffic, rig = document["stall"], document["link"], document["rig"]
     if traffic is None:

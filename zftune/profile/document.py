@@ -41,13 +41,8 @@ def build_document(
     """Put a profile together and check it against its schema.
 
     Args:
-        task: what was trained.
-        own: the run under the given knobs.
         baselines: the others, by their names in `BASELINES`, None for one that the GPU's memory was too small for;
             None if they were not measured.
-        ranks: what each of them measured, as `everybodys` gives it.
-        device_name: the GPU's name, or what stands for one.
-        sampling: what was sampled meanwhile.
 
     Raises:
         ProfileError: the document breaks its own schema.
@@ -86,12 +81,7 @@ def build_document(
 
 
 def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
-    """The step times of each rank; called by all of them.
-
-    Args:
-        task: of this rank.
-        own: what it has measured.
-    """
+    """The step times of each rank; called by all of them."""
     mine = {
         "rank": task.rank,
         "steps": len(own.stats),
@@ -109,7 +99,6 @@ def everybodys(task: Task, own: Measurement) -> list[dict[str, Any]]:
 
 
 def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]) -> dict[str, Any]:
-    """The figures of the run itself."""
     model_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
     rig_gbps = None if rig is None else rig.host_gbps
     step_ms, stall, per_step = derive.step_ms(own.step_ms), _stall(own), _per_step(own)
@@ -154,7 +143,6 @@ def _per_step(own: Measurement) -> list[dict[str, Any]]:
 
 
 def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) -> dict[str, str]:
-    """Why top-level fields are null."""
     reasons = {"overhead_fraction": _NO_OVERHEAD, "waits_ms": _WAITS_TOGETHER}
     if any(step["loss"] is None for step in document["per_step"]):
         reasons["per_step.loss"] = "it is not a finite number"

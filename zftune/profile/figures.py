@@ -89,7 +89,6 @@ def _speed(document: Document) -> str:
 
 
 def _of_ranks(document: Document) -> str:
-    """Whose sum it is, where there are several."""
     known = len(document["ranks"])
     world = (document["command"] or {}).get("ranks", known)
     return "" if world == 1 else f" on {known if known == world else f'{known} of {world}'} ranks (data parallel)"

@@ -57,7 +57,6 @@ class Task:
 
     @property
     def simulated(self) -> bool:
-        """Whether time is simulated."""
         return self.rig is not None and not self.real_time
 
     def build(self) -> Workload:
@@ -103,14 +102,12 @@ class Measurement:
     config: ZenFlowConfig | None
     """The knobs, resolved; None: torch's optimizer has none."""
     stats: list[StepStats]
-    """Of the measured steps, in order."""
     discarded: int
     phases_ms: list[dict[str, float]]
     """Of each measured step: from the end of the one before, on the device's timeline."""
     timeline: dict[str, Any] | None
     """One update window; None where no whole one was measured."""
     span_ns: tuple[int, int]
-    """Begin and end of the measured steps (CLOCK_MONOTONIC)."""
     host_bytes: dict[str, int]
     """Peak host memory by use."""
     host_engine: str
@@ -119,7 +116,6 @@ class Measurement:
     slack: Slack | None
     """None without a rig."""
     losses: list[float]
-    """Of each measured step."""
     idle: dict[str, Any] | None
     """What a GPU idled for in some more steps, under torch.profiler; None where there is none, or it saw no kernel."""
     attempts: int
@@ -212,12 +208,6 @@ def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attem
 
 
 def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
-    """Take a few steps more, and find what the device idles for.
-
-    Args:
-        training: on a GPU.
-        taken: steps so far.
-    """
     optimizer = training.optimizer
     steps = calibration_steps(1 if optimizer.config is None else optimizer.config.longest_window)
     profiler = IdleProfiler()
@@ -229,7 +219,6 @@ def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
 
 
 def _train(training: Training[Any], discarded: int, measured: int, on_step: OnStep) -> int:
-    """Take all steps; when the measured ones began (CLOCK_MONOTONIC, in nanoseconds)."""
     begin_ns, device = 0, training.device
     for step in range(discarded + measured):
         if step == discarded - 1:
@@ -249,11 +238,6 @@ Optimizer = TypeVar("Optimizer", bound=ZenFlowAdamW | FusedAdamW)
 
 class Training(Generic[Optimizer]):
     """The built-in workload in training, from entering to leaving; nothing that is pending is applied at the end.
-
-    Args:
-        task: what is trained, and where. With several ranks each has one, and all take the same steps.
-        system: trains it.
-        timed: whether to keep the time of each step's phases, and its loss.
 
     Raises:
         BadInputError: the model or the text does not fit the options.
@@ -359,11 +343,7 @@ def _optimizer(system: System, workload: Workload, device: Device, lr: float) ->
 
 @contextmanager
 def steady(emulated: bool) -> Iterator[None]:
-    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow.
-
-    Args:
-        emulated: whether steps run on a rig.
-    """
+    """Keep the garbage collector, and on a rig torch's own threads, from making single steps slow."""
     threads, frozen = torch.get_num_threads(), gc.get_freeze_count()
     gc.collect()
     if not frozen:  # else by somebody else, and who thaws thaws everything

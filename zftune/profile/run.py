@@ -90,7 +90,6 @@ def _runs(task: Task, options: ProfileOptions, on_system: OnSystem) -> dict[Syst
 
 
 def _measure_beside(options: ProfileOptions, rank: int) -> None:
-    """What another rank than the first does."""
     task = dataclasses.replace(task_of(options)[0], rank=rank)
     own = _runs(task, options, lambda _name: lambda _done, _total: None)[options.config]
     if own is not None:
@@ -106,7 +105,6 @@ def _measure_if_it_fits(task: Task, system: System, steps: int, on_step: OnStep)
 
 
 def _baselines(own: ZenFlowConfig) -> dict[str, System]:
-    """The familiar systems, with this run's clipping, so that they do the same work."""
     common: dict[str, Any] = {
         "max_grad_norm": own.max_grad_norm,
         "skip_nonfinite": own.skip_nonfinite,
@@ -165,7 +163,6 @@ def _sequence(options: ProfileOptions, on_gpu: bool, emulated: bool) -> int:
 
 
 def _check(options: ProfileOptions) -> None:
-    """Refuse at once what needs neither the model nor the text to be seen as wrong."""
     for name, value, least in (
         ("steps", options.steps, 1),
         ("ranks", options.ranks, 1),

@@ -20,7 +20,6 @@ class Sampling:
     """Both samplers, from entering to leaving.
 
     Args:
-        pids: the processes of the run.
         environment: of the run; its CUDA_VISIBLE_DEVICES says which GPUs count.
         simulated: whether the run's time is simulated; then nothing is sampled, as it would tell nothing of the run.
     """
@@ -52,9 +51,6 @@ class Sampling:
         """The document's "nvml", "system" and "series" for a span of CLOCK_MONOTONIC.
 
         Args:
-            begin_ns: the first measured step's begin.
-            end_ns: the last measured step's end.
-            missing: gets the reason of everything that is null.
             uuids: of the GPUs that the run used; None: all that it could see.
         """
         if self._simulated:

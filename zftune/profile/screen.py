@@ -62,7 +62,6 @@ def systems(document: Document) -> list[System]:
 
 
 def _label(document: Document) -> str:
-    """Of this run: a command's is not called by what the built-in workload imitates with the same knobs."""
     name = label(document["knobs"])
     return "zenflow, exact" if document["command"] is not None and name.startswith("ZeRO-Offload") else name
 
@@ -129,13 +128,7 @@ def rank_bars(ranks: Sequence[Rank]) -> Iterator[tuple[str, str, Bar]]:
 
 
 def ranks_table(ranks: Sequence[Rank], *, stall: Mapping[str, Any] | None, wide: bool) -> RenderableType:
-    """Step times and phases of each rank that is shown, in milliseconds.
-
-    Args:
-        ranks: as in the document.
-        stall: of the first one, who alone tells it; None if it is not known.
-        wide: whether there is room for the phases.
-    """
+    """Step times and phases of each rank that is shown, in milliseconds."""
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
     stalls = () if stall is None else ("stall",)
     for title in ("rank", "steps", "step ms: mean", "p50", "p95", *stalls, *(PHASES if wide else ())):
@@ -189,13 +182,7 @@ SHOWS_ALL = "zftune profile -v shows which, and why"
 
 
 def render(document: Document, *, verbose: bool = False, shows_all: str = SHOWS_ALL) -> RenderableType:
-    """The whole screen of a valid profile document, to be printed by a rich console.
-
-    Args:
-        document: of the profile.
-        verbose: with every figure that is missing, and not only those that matter most.
-        shows_all: what names the rest, in words.
-    """
+    """The whole screen of a valid profile document, to be printed by a rich console."""
     return _Screen(document, verbose=verbose, shows_all=shows_all)
 
 
@@ -261,7 +248,6 @@ def _verdict(document: Document, width: int) -> RenderableType:
 
 
 def _subject(document: Document) -> Iterator[str]:
-    """What was trained, as far as it is known."""
     workload, command = document["workload"], document["command"]
     if command is not None and command["script"] is not None:
         yield command["script"]
@@ -276,7 +262,6 @@ def _subject(document: Document) -> Iterator[str]:
 
 
 def _place(document: Document, width: int) -> str:
-    """Where this was measured, in a few words: without the CPU's name where it does not fit."""
     machine = document["hardware"]
     cores = machine["usable_cores"]
     rest = [f"{cores:g} cores" if cores is not None else None, size(machine["ram_bytes"])]
@@ -398,7 +383,6 @@ def _note_lines(document: Document, *, verbose: bool, shows_all: str) -> Iterato
 
 
 def _weight(name: str) -> int:
-    """A place in the order in which missing figures are shown."""
     return next((at for at, one in enumerate(_WANTED) if name.startswith(one)), len(_WANTED))
 
 

@@ -90,7 +90,6 @@ def plain_verdict(document: Document) -> list[str]:
 
 
 def _share(value: float, document: Document) -> str:
-    """How the longest part of a step is called."""
     return "Most" if value > document["step_ms"]["mean"] / 2 else "The longest part"
 
 
@@ -109,7 +108,6 @@ def phase_names(document: Document) -> dict[str, str]:
 
 
 def _of_step(names: Mapping[str, str], name: str, value: float, document: Document) -> str:
-    """What a phase is called and takes; the forward pass has the batches' share in it where nobody saw them loaded."""
     mean = document["step_ms"]["mean"]
     what = f"{names[name]}{' and what precedes it' if name in phase_names(document) else ''}"
     return f"{what}: {ms(value)} of {ms(mean)} ({percent(min(1.0, value / mean))})"
@@ -318,9 +316,6 @@ _OWN_WORK = {
 
 def verdict(document: Document) -> list[str]:
     """Name the bottleneck and the knob to turn, or say that offloading is not the way.
-
-    Args:
-        document: a profile document; its own "verdict" is not read.
 
     Returns:
         Sentences, the most important first.

@@ -114,7 +114,6 @@ def _error(one: Difference) -> str:
 
 
 def _two_digits(error: float) -> str:
-    """An error with two significant digits."""
     if error == 0 or not math.isfinite(error):
         return f"{error:g}"
     if error < _LEAST_ERROR:
@@ -167,7 +166,6 @@ class Difference:
     """A figure in both profiles."""
 
     name: str
-    """Dotted, as in the document."""
     a: float | None
     """None where that profile lacks it."""
     b: float | None
@@ -177,7 +175,6 @@ class Difference:
 
     @property
     def change(self) -> float | None:
-        """From a to b."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
@@ -192,7 +189,6 @@ class Comparison:
 
     differences: list[Difference]
     settings: list[Setting]
-    """Knobs, workload, versions and hardware that differ."""
     warnings: list[str]
     """Why the figures may not be comparable."""
     verdict: list[str]
@@ -200,7 +196,6 @@ class Comparison:
     """Whether both train the same model on batches of one shape: else no change of times, bytes or losses is shown."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "schema": SCHEMA_NAME,
             "verdict": self.verdict,
@@ -230,7 +225,6 @@ def compare(a: Document, b: Document) -> Comparison:
 
 
 def _timed(a: Document, b: Document) -> Iterator[Difference]:
-    """Figures that every step has a value of."""
     steps = _series(a, "step_ms"), _series(b, "step_ms")
     yield _compared("step_ms.mean", *steps, _window(a), _window(b))
     yield _typical(a, b)
@@ -256,7 +250,6 @@ def _typical(a: Document, b: Document) -> Difference:
 
 
 def _series(document: Document, field: str, key: str | None = None) -> list[float] | None:
-    """The figure step by step; None where the profile does not have it."""
     rows = [row[field] for row in document["per_step"]]
     if key is None:
         return rows
@@ -292,7 +285,6 @@ def _compared(name: str, a: list[float] | None, b: list[float] | None, *windows:
 
 
 def _losses(document: Document) -> dict[int, float]:
-    """By step, those that are known."""
     return {row["step"]: row["loss"] for row in document["per_step"] if row.get("loss") is not None}
 
 
@@ -331,7 +323,6 @@ def _without_trend(values: Sequence[float]) -> list[float]:
 
 
 def _others(a: Document, b: Document) -> Iterator[Difference]:
-    """Counts, which have no noise, and means of which only the mean is known."""
     known = [{name: value for name, value in figures(side) if _is_number(value)} for side in (a, b)]
     for name in dict.fromkeys([*known[0], *known[1]]):
         is_count = name.partition(".")[0] in _COUNTS

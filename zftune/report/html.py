@@ -13,23 +13,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from zftune.output import write_text
 from zftune.plotly_js import plotly_js
 from zftune.report import tables
 from zftune.report.run import roofs_chart, run_chart
 from zftune.report.trace import timeline_chart
 from zftune.report.values import Chart, Document, reason
-from zftune.text import amount, ms, number
+from zftune.text import amount, ms, number, write_text
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
 def write_html(document: Document, path: str | Path) -> None:
     """Write the report of a profile.
-
-    Args:
-        document: a valid profile document.
-        path: the file, which is replaced at once.
 
     Raises:
         ZftuneError: the file cannot be written.
@@ -44,14 +39,7 @@ def html(document: Document) -> str:
 
 
 def page(title: str, body: str, document: Document, figures: Mapping[str, Any]) -> str:
-    """A page that holds everything it needs.
-
-    Args:
-        title: as text.
-        body: HTML.
-        document: embedded under the id "profile".
-        figures: by the ids of their places, as plotly.js takes them.
-    """
+    """A page that holds everything it needs."""
     return _PAGE.format(
         policy=_POLICY,
         title=escape(title),
@@ -195,15 +183,7 @@ def _timeline_lead(document: Document) -> str:
 
 
 def section(name: str, title: str, lead: str | None, chart: Chart | None, empty: str) -> str:
-    """A chart with its title, legend and notes.
-
-    Args:
-        name: id of the chart's place.
-        title: as text, and so are the others.
-        lead: a sentence or two above it.
-        chart: None: there is none.
-        empty: what stands in its place then.
-    """
+    """A chart with its title, legend and notes."""
     parts = [f'<section aria-labelledby="about-{name}">', f'<h2 id="about-{name}">{escape(title)}</h2>']
     if chart is None:
         parts.append(f'<p class="empty">{escape(empty)}</p>')

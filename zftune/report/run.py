@@ -54,7 +54,6 @@ def roofs_chart(document: Document) -> Chart | None:
 
 
 def _deferred_now(document: Document) -> tuple[float, str]:
-    """Where this run is on the axis, and what the axis is."""
     knobs = document["knobs"]
     if knobs is not None:
         share = knobs["offload_ratio"] * (1 - knobs["topk_ratio"])
@@ -117,7 +116,6 @@ def _legend(roofs: Mapping[str, Any]) -> dict[str, str]:
 _BARS_PX, _PANEL_PX, _GAP_PX = 230, 96, 40
 _TOP_PX, _BOTTOM_PX = 30, 46
 _DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted"}
-"""As plotly calls them, and as a reader does."""
 _GREY = "#8C8C8C"
 _REST, _EDGE = "rgba(140,140,140,0.28)", "rgba(128,128,128,0.5)"
 _MANY_STEPS = 120
@@ -222,12 +220,10 @@ def _step_bars(rows: Sequence[Mapping[str, Any]], values: list[float], name: str
 
 
 def _rows(document: Document, source: str, line: Line) -> list[Mapping[str, Any]]:
-    """The samples in which a field was read."""
     return [row for row in samples(document, source) if row.get(line[0]) is not None]
 
 
 def _is_curve(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether any device has two samples: one is no course."""
     return max(Counter(map(device_of, rows)).values(), default=0) >= _FEWEST_SAMPLES
 
 
@@ -249,13 +245,11 @@ def _samples(figure: go.Figure, number: int, rows: list[Mapping[str, Any]], line
 
 
 def _panel_title(title: str, lines: Sequence[tuple[str, Line]]) -> str:
-    """The panel's title with the lines' names in their colours."""
     names = [f"<span style='color:{fill}'>━</span> {name}" for _, (_, name, fill, _) in lines]
     return f"<b>{title}</b>   {'  '.join(names)}"
 
 
 def _dashes(document: Document) -> list[str]:
-    """What the dashes mean, where there are several GPUs."""
     devices = sorted({device for row in samples(document, "nvml") if (device := device_of(row)) is not None})
     if len(devices) < 2:
         return []
@@ -267,7 +261,6 @@ def _dash(device: int) -> str:
 
 
 def _title(figure: go.Figure, number: int, text: str) -> None:
-    """A title above a panel, at its left."""
     top = figure.layout["yaxis" if number == 1 else f"yaxis{number}"].domain[1]
     bold = text if text.startswith("<b>") else f"<b>{text}</b>"
     place = {"xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left", "yanchor": "bottom", "yshift": 4}
@@ -286,7 +279,6 @@ def _mark_window(figure: go.Figure, document: Document) -> None:
 
 
 def _absent(document: Document, shown: Sequence[str]) -> list[str]:
-    """A sentence for each panel that there are no samples for, and one for those with too few."""
     notes, few = [], []
     for title, lines in PANELS:
         if title not in shown and any(_rows(document, *line) for line in lines):

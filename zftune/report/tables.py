@@ -30,7 +30,6 @@ class Setting:
     """Something that differs between the profiles, in words."""
 
     name: str
-    """Dotted, as in the document."""
     a: str
     b: str
 
@@ -167,10 +166,7 @@ def table(
     """A table of plain text.
 
     Args:
-        head: the columns' titles.
         rows: cells; a row of one cell is the heading of those that follow.
-        classes: of each column's cells.
-        earlier: places of rows whose figures are of an earlier era.
     """
     kinds = [*classes, *([""] * (len(head) - len(classes)))]
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)

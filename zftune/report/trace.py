@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zftune.output import write_text
 from zftune.profile.schema import PHASES
 from zftune.profile.verdict import phase_names
 from zftune.report.values import Chart, Document, axis, device_of, layout, samples
+from zftune.text import write_text
 from zftune.words import CAUSE_NAMES, LANE_NAMES, colour
 
 if TYPE_CHECKING:  # the trace itself needs no Plotly
@@ -112,7 +112,6 @@ def _layout(document: Document, lanes: Sequence[str]) -> dict[str, Any]:
 
 
 def _step_lines(document: Document) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A line where each step begins, and its number."""
     rows = steps_of(document)
     shapes, annotations = [], []
     for row in rows if len(rows) <= _MANY_STEPS else ():
@@ -177,10 +176,6 @@ _SYSTEM_COUNTERS = (
 
 def write_trace(document: Document, path: str | Path) -> None:
     """Write the trace of a profile.
-
-    Args:
-        document: a valid profile document.
-        path: the file, which is replaced at once.
 
     Raises:
         ZftuneError: the file cannot be written.

@@ -105,7 +105,6 @@ def _hover(document: Document, row: Mapping[str, Any]) -> str:
 
 
 def _lines(figure: go.Figure, document: Document) -> None:
-    """Where another setting was adopted, and where the guard stopped the search."""
     for note in document["decisions"]:
         after = max(note["measured"], default=None)
         if after is not None and note["kind"] in ("adopt", "guard"):
@@ -114,7 +113,6 @@ def _lines(figure: go.Figure, document: Document) -> None:
 
 
 def _earlier(figure: go.Figure, document: Document, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Grey behind each era but the last, and what that means; the legend's entry."""
     eras = document["eras"]
     for era in eras[:-1]:
         numbers = [row["number"] for row in rows if row["era"] == era["number"]]
@@ -166,11 +164,7 @@ Document = Mapping[str, Any]
 
 
 def tune_page(document: Document) -> str:
-    """The page of a search.
-
-    Args:
-        document: what `zftune tune --json` or `zftune explain --json` writes.
-    """
+    """The page of a search."""
     charts = _charts(document)
     body = [_head(document), *(text for text, _ in charts.values()), *_tables(document), foot(document)]
     figures = {name: chart.figure.to_plotly_json() for name, (_, chart) in charts.items() if chart is not None}
@@ -253,7 +247,6 @@ def _counts(document: Document) -> tuple[str, str]:
 
 
 def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
-    """Sections with their charts, by id."""
     importance: Chart | str = importance_chart(document) if document["start"] is not None else "Nothing was measured."
     why = importance if isinstance(importance, str) else ""
     found = (

@@ -72,7 +72,6 @@ def _no_region(document: Document) -> str:
 
 
 def _region(figure: go.Figure, document: Document, top: float) -> dict[str, str]:
-    """Shade what the budget forbids at any lag, and what it allows, but not with the most lag."""
     limits = document["feasible"] or ()
     if not limits:
         return {}
@@ -98,7 +97,6 @@ def _region(figure: go.Figure, document: Document, top: float) -> dict[str, str]
 
 
 def _height(interval: float, top: float) -> float:
-    """Where a window's length lies on the axis, within what is shown."""
     return min(top, math.log2(interval)) if interval > 0.76 else -0.4
 
 
@@ -214,7 +212,6 @@ def _varied(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _labels(values: Sequence[object]) -> list[str]:
-    """Values in words, numbers in their order and before what is none."""
     numbers = {value(one): one if isinstance(one, int | float) else math.inf for one in values}
     return [escape(label) for label in sorted(numbers, key=lambda label: (numbers[label], label))]
 
@@ -236,7 +233,6 @@ def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scat
 
 
 def _step_ms(trial: Mapping[str, Any]) -> float | None:
-    """Of the newest era that it was measured in."""
     found: float | None = trial["step_ms"]
     return trial["earlier_step_ms"] if found is None else found
 

@@ -21,9 +21,7 @@ class Chart:
 
     figure: go.Figure
     legend: Mapping[str, str]
-    """Names and their colours."""
     notes: list[str] = field(default_factory=list)
-    """Why something is not in the figure."""
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:

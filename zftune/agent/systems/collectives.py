@@ -57,10 +57,6 @@ def hook(session: Session, module: Any) -> None:
     """Hook the functions, under both names that they have, and the wait for an asynchronous one.
 
     What C++ does on its own, as DistributedDataParallel's reducer inside backward, is not seen.
-
-    Args:
-        session: told of the waits.
-        module: `torch.distributed.distributed_c10d`.
     """
     import torch
 

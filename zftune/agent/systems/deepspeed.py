@@ -235,8 +235,6 @@ class _Copies:
 
 
 class _Bracket:
-    """One of upstream's timers, whose stop, and perhaps whose start, is heard."""
-
     def __init__(self, timer: Any, copies: _Copies, *, begins: bool) -> None:
         self._timer = timer
         self._copies = copies

@@ -48,11 +48,7 @@ def describe(of: Any) -> list[str]:
 
 
 class Rows:
-    """Adds a zenflow optimizer's statistics to the rows of its steps, which may be resolved when it is no more.
-
-    Args:
-        optimizer: which has just ended a step.
-    """
+    """Adds a zenflow optimizer's statistics to the rows of its steps, which may be resolved when it is no more."""
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -62,23 +58,14 @@ class Rows:
         self._recording = False
 
     def end_step(self, index: int) -> None:
-        """Note what is to be had of a step now that it has ended: the optimizer may be gone before its row is made.
-
-        Args:
-            index: of its row.
-        """
+        """Note what is to be had of a step now that it has ended: the optimizer may be gone before its row is made."""
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.trains:
             self._ended[index] = optimizer.records, optimizer.steps
             self._host = {"host_memory": optimizer.host_bytes(), "host_engine": list(optimizer.host_engine)}
 
     def __call__(self, row: StepRow, *, last: bool) -> None:
-        """Fill `runtime`, and what the statistics say better: the stall by cause.
-
-        Args:
-            row: resolved, so that its statistics are there too.
-            last: whether it is the last one that is measured.
-        """
+        """Fill `runtime`, and what the statistics say better: the stall by cause."""
         records, number = self._ended.pop(row.index, (None, 0))
         stats = None if records is None else records.of(number)
         if records is None or stats is None:

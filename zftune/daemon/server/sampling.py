@@ -24,8 +24,8 @@ import zftune
 from zftune.daemon import PROTOCOL
 from zftune.daemon.server.answers import DaemonState
 from zftune.errors import ZftuneError
-from zftune.output import write_text
 from zftune.telemetry import HostSampler, NvmlSampler
+from zftune.text import write_text
 from zftune.tuner.guard import GpuDisturbance
 
 if TYPE_CHECKING:

@@ -52,11 +52,7 @@ _OF_THE_PARAMETER = {
 
 
 def mark(module: nn.Module) -> None:
-    """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state.
-
-    Args:
-        module: that FSDP2 has sharded; the same on all ranks.
-    """
+    """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -79,9 +75,6 @@ def reduce_unused(module: Any) -> None:
     """Let ranks use different experts of a model whose leaf modules a script has named: what is unused has zeros.
 
     As under ZeRO (`deepspeed.utils.set_z3_leaf_modules`); else ranks reduce other gradients than others, and wait.
-
-    Args:
-        module: that FSDP2 has sharded.
     """
     from deepspeed.utils import z3_leaf_module
 
@@ -96,8 +89,6 @@ def reduce_unused(module: Any) -> None:
 
 
 class _OfParameter:
-    """Finds its parameter by name: a weak reference to it would keep `module.to()` from moving it."""
-
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
 
@@ -153,7 +144,6 @@ def link(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> Non
 
     Args:
         optimizer: has it; is not kept alive.
-        parameters: of the optimizer.
     """
     for parameter in parameters:
         for name, kind in _attributes_of(parameter).items():
@@ -161,12 +151,7 @@ def link(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> Non
 
 
 def unlink(optimizer: ZenFlowOptimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Undo it, unless another optimizer has the parameters by now.
-
-    Args:
-        optimizer: whose links they were.
-        parameters: of the optimizer.
-    """
+    """Undo it, unless another optimizer has the parameters by now."""
     for parameter in parameters:
         for name in _attributes_of(parameter):
             one = vars(parameter).get(name)
@@ -189,12 +174,10 @@ class _Link:
         return OrderedDict, ()  # which loads anywhere, with weights_only too
 
     def is_of(self, optimizer: ZenFlowOptimizer) -> bool:
-        """Whether it leads to this optimizer."""
         return self._optimizer() is optimizer
 
     @property
     def optimizer(self) -> ZenFlowOptimizer:
-        """The optimizer. ValueError: it is gone."""
         return _alive(self._optimizer)
 
 
@@ -206,15 +189,12 @@ def _alive(one: weakref.ref[_One]) -> _One:
 
 
 class _Whole(_Link):
-    """Of a parameter that is whole, which it does not keep alive either."""
-
     def __init__(self, optimizer: ZenFlowOptimizer, parameter: nn.Parameter) -> None:
         super().__init__(optimizer, parameter)
         self._parameter = weakref.ref(parameter)
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter. ValueError: it is gone."""
         return _alive(self._parameter)
 
 
@@ -222,7 +202,6 @@ class _Fragment(_Whole):
     """Stands for ZeRO's part of the flat fp32 parameters: all of one parameter."""
 
     def get_optim_state_keys(self) -> list[str]:
-        """Names of the moments."""
         return [name for name in self.optimizer.state[self.parameter] if name != "step"]
 
     def _require(self, optim_state_key: str | None) -> None:
@@ -251,11 +230,7 @@ class _Gradient(_Whole):
     """Is asked where `.grad` is None."""
 
     def _of_a_backward(self) -> nn.Parameter:
-        """The parameter, or this rank's rows of it, where others have a gradient.
-
-        Raises:
-            ValueError: none has.
-        """
+        """The parameter, or this rank's rows of it, where others have a gradient."""
         rows, parameter = self.optimizer.rows, self.parameter
         if all(one.grad is None for one in rows):
             raise ValueError(_NO_GRADIENT)

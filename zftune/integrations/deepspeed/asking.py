@@ -173,7 +173,6 @@ def _read(config: dict[str, Any], world_size: int) -> Any:
 
 
 def _check_types(read: Any) -> None:
-    """The engine looks at these when it is made."""
     from deepspeed.runtime.config import DtypeEnum
 
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
@@ -310,7 +309,6 @@ def _fault(config: Mapping[str, Any], path: SettingPath, error: Exception) -> Fa
 
 
 def _fields(model: str, location: tuple[int | str, ...]) -> list[str]:
-    """The names in the section of a pydantic model in which an unknown name stands."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from pydantic import BaseModel
 
@@ -329,7 +327,6 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _arguments(config: Mapping[str, Any], path: SettingPath) -> list[str]:
-    """The names that the optimizer or the scheduler of a ds_config takes."""
     if path[:1] == ("scheduler",):
         from deepspeed.runtime import lr_schedules
 
@@ -339,7 +336,6 @@ def _arguments(config: Mapping[str, Any], path: SettingPath) -> list[str]:
 
 
 def _arguments_of_any(path: SettingPath) -> list[str]:
-    """The names that some scheduler of DeepSpeed's takes."""
     from deepspeed.runtime import lr_schedules
 
     kinds = lr_schedules.VALID_LR_SCHEDULES if path[:1] == ("scheduler",) else ()
@@ -347,7 +343,6 @@ def _arguments_of_any(path: SettingPath) -> list[str]:
 
 
 def _choices(path: SettingPath, words: str) -> list[str]:
-    """The words that DeepSpeed takes in the place of one that it refuses."""
     if path[1:] == ("type",):
         import torch
         from deepspeed.runtime import config, lr_schedules

@@ -25,10 +25,10 @@ from zftune.exactness import keep_exact
 from zftune.integrations import fsdp2
 from zftune.integrations.deepspeed import optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
+    Chosen,
     Training,
     choose,
     instead_of,
-    is_planned,
     knobs_on_host,
     late_knobs,
     waited,
@@ -46,13 +46,7 @@ from zftune.variables import NOBODY, ONLINE
 
 
 def attach(engine: Any, optimizer: EngineOptimizer, plan: Plan) -> None:
-    """Tune the knobs while the engine trains.
-
-    Args:
-        engine: of DeepSpeed.
-        optimizer: the engine's.
-        plan: of the call.
-    """
+    """Tune the knobs while the engine trains."""
     from zftune.attaching import attach as follow
     from zftune.attaching import log_loss
 
@@ -102,10 +96,6 @@ class Plan:
 def plan(config: Mapping[str, Any], section: Section) -> Plan:
     """Read a ds_config that offloads; changes nothing yet.
 
-    Args:
-        config: as the script has it.
-        section: what is asked for.
-
     Raises:
         BadInputError: something is not allowed, or not done by this backend; one sentence.
     """
@@ -138,10 +128,6 @@ def plan(config: Mapping[str, Any], section: Section) -> Plan:
 def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | None:
     """What makes the optimizer, but for a callable, which has to be called first; None: there is none to make.
 
-    Args:
-        config: as the script has it.
-        optimizer: as the script passes it.
-
     Raises:
         BadInputError: it is not one of those that fit.
     """
@@ -152,10 +138,6 @@ def recipe_of(config: Mapping[str, Any], optimizer: Any) -> optimizers.Recipe | 
 
 def require_plain(module: nn.Module, stage: int) -> None:
     """Refuse models that DeepSpeed has cut up.
-
-    Args:
-        module: as the script passes it.
-        stage: of ZeRO.
 
     Raises:
         BadInputError: it is a pipeline, or was made under `deepspeed.zero.Init` without stage 3.
@@ -173,10 +155,6 @@ def require_plain(module: nn.Module, stage: int) -> None:
 
 def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     """At stage 3, leave each of several ranks its rows of the model; one rank too, where they have to be on the host.
-
-    Args:
-        plan: of the call.
-        module: changed in place.
 
     Returns:
         None: it is whole.
@@ -218,12 +196,7 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
 
 
 def partition(plan: Plan, module: nn.Module) -> tuple[Partition | None, str]:
-    """How several ranks share out the state at stages 1 and 2; and why they do not, or nothing.
-
-    Args:
-        plan: of the call.
-        module: whole.
-    """
+    """How several ranks share out the state at stages 1 and 2; and why they do not, or nothing."""
     if plan.stage not in _PARTITIONED or not several_ranks():
         return None, ""
     if (why := obstacle(module.parameters())) is not None:
@@ -251,8 +224,6 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
     Args:
         module: before it is cut up. Sequences of a transformers model are as long as the planner takes them to be, or
             as the model allows; of another one nothing is known, and its activations are those of one token.
-        plan: of the call.
-        ranks: how many share it.
     """
     from zftune.planner.memory import device_bytes
     from zftune.planner.model import Job, ModelFacts
@@ -276,11 +247,7 @@ def besides_weights(module: nn.Module, plan: Plan, ranks: int) -> int:
 
 @contextmanager
 def staying(module: nn.Module) -> Iterator[None]:
-    """Within it `module.to()` does nothing: the weights are where they belong, and torch would make new ones of them.
-
-    Args:
-        module: that FSDP2 has sharded.
-    """
+    """Disable `module.to()` inside the block: it would replace weights that are already in their place."""
     module.to = lambda *_, **__: module  # type: ignore[method-assign]
     try:
         yield
@@ -292,10 +259,7 @@ class Making:
     """Makes the optimizer where DeepSpeed asks for it: once the model is on its device.
 
     Args:
-        plan: of the call.
         recipe: None: `callable_` gives the optimizer to copy.
-        callable_: as the script passes it.
-        module: the model.
         sharded: what became of its parameters; None: they are whole.
     """
 
@@ -321,7 +285,6 @@ class Making:
         """Knobs that a run with quality published would have; None: those that the planner finds."""
 
     def __call__(self, parameters: Any) -> EngineOptimizer:
-        """An optimizer of these parameters."""
         given = fsdp2.now(parameters)
         recipe = self._recipe or optimizers.from_client(self._callable(given))
         if recipe.groups is not None:
@@ -341,8 +304,19 @@ class Making:
         return made
 
     def _chosen(self) -> ZenFlowConfig:
-        plan, distributed = self._plan, torch.distributed
-        ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        config, chosen, but = self._settings(ranks)
+        sentence = f"{chosen.sentence}{but}; {self._sharing(ranks)}".removesuffix("; ")
+        if os.environ.get(ONLINE) == NOBODY:
+            told, sentence = "late updates as the schedule has them", f"before its first change {sentence}"
+        else:
+            told = f"quality {PROMISES[self._plan.quality]}"
+        _logger.info("zftune: backend zenflow, %s; %s", told, sentence)
+        return config
+
+    def _settings(self, ranks: int) -> tuple[ZenFlowConfig, Chosen, str]:
+        """The knobs, their origin, and how they differ from it, in words."""
+        plan, late = self._plan, self._plan.quality != "exact"
         training = Training(
             module=self._module,
             backend="zenflow",
@@ -355,45 +329,38 @@ class Making:
         )
         chosen = choose(training, plan.section)
         config = with_knobs(plan.own, chosen, plan.quality)
-        sentence = chosen.sentence
-        if plan.quality != "exact":
-            sentence += instead_of(plan.late, config, chosen, asked=plan.section.preset is not None)
+        instead = instead_of(plan.late, config, chosen, asked=plan.section.preset is not None) if late else ""
         if self._sharded is not None and self._sharded.on_host:
             config, but = knobs_on_host(config, plan.quality, plan.topk_ratio)
-            sentence += but
-        elif plan.quality == "exact":
+            return config, chosen, instead + but
+        if not late:
             self.follows, self.late = True, self._late(training)
-            if plan.late is not None:
-                sentence += ", but for update_interval 1 and overlap_step false, which exact needs"
-        elif is_planned(
-            plan.quality,
-            has_section=plan.late is not None,
-            has_preset=bool(chosen.knobs),
-            is_tuned=_has_tuner(plan.section),
-        ):
+            needed = ", but for update_interval 1 and overlap_step false, which exact needs"
+            return config, chosen, "" if plan.late is None else needed
+        is_tuned = plan.section.online or os.environ.get(ONLINE) == NOBODY  # by a search, or a schedule
+        if plan.late is None and not chosen.knobs and not is_tuned:
             self.follows = True
             config, origin = late_knobs(config, plan.quality, self._torch_device)
-            sentence = replace(chosen, origin=origin).sentence
-        if self._sharded is not None:
-            sentence += f"; sharded by FSDP2 over {self._sharded.ranks} rank{'s' if self._sharded.ranks > 1 else ''}"
-            if plan.offloads_weights:
-                since = self._sharded.on_host_since
-                where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
-                sentence += f", whose {size(self._sharded.bytes)} of weights each {where}"
-        elif plan.offloads_weights and plan.stage == _SHARDED:
+            return config, replace(chosen, origin=origin), ""
+        return config, chosen, instead
+
+    def _sharing(self, ranks: int) -> str:
+        """Where weights and state are, in words; empty if one rank has all on its device."""
+        plan, sharded = self._plan, self._sharded
+        if sharded is not None:
+            sentence = f"sharded by FSDP2 over {sharded.ranks} rank{'s' if sharded.ranks > 1 else ''}"
+            if not plan.offloads_weights:
+                return sentence
+            since = sharded.on_host_since
+            where = f"lie on the host instead of a device, since {since}" if since else "stay on their devices"
+            return f"{sentence}, whose {size(sharded.bytes)} of weights each {where}"
+        if plan.offloads_weights and plan.stage == _SHARDED:
             nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
-            sentence += f"; its {size(nbytes)} of weights stay on the device"
-        elif self._partition is not None:
-            sentence += f"; {ranks} ranks share out state and host work by rows, and each has all weights"
-        elif ranks > 1:
-            since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
-            sentence += f"; each of {ranks} ranks has the state and the host work of all, since {since}"
-        if os.environ.get(ONLINE) == NOBODY:
-            told, sentence = "late updates as the schedule has them", f"before its first change {sentence}"
-        else:
-            told = f"quality {PROMISES[plan.quality]}"
-        _logger.info("zftune: backend zenflow, %s; %s", told, sentence)
-        return config
+            return f"its {size(nbytes)} of weights stay on the device"
+        if self._partition is not None:
+            return f"{ranks} ranks share out state and host work by rows, and each has all weights"
+        since = self._replicated_since or f"at stage {plan.stage} they are not shared out"
+        return f"each of {ranks} ranks has the state and the host work of all, since {since}" if ranks > 1 else ""
 
     @property
     def reduces_by_rows(self) -> bool:
@@ -412,24 +379,13 @@ class Making:
         return with_knobs(plan.late or plan.own, chosen, "published") if chosen.knobs else plan.late
 
 
-def _has_tuner(section: Section) -> bool:
-    """Whether somebody else sets knobs: a search, or a schedule."""
-    return section.online or os.environ.get(ONLINE) == NOBODY
-
-
 def _copied(parameters: Any) -> Iterable[Any]:
     """Groups are made anew: DeepSpeed keeps the script's."""
     return [dict(one) if isinstance(one, Mapping) else one for one in parameters]
 
 
 def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
-    """Let an engine leave to the runtime what the runtime does.
-
-    Args:
-        engine: just made.
-        made: its optimizer.
-        plan: of the call.
-    """
+    """Let an engine leave to the runtime what the runtime does."""
     made.given_stage = plan.stage
     _average_after_backward(engine, made)
     # It was made without these sections, and scripts ask it for the dtype of its inputs.

@@ -40,7 +40,6 @@ class Training:
     world_size: int
     quality: Quality
     nodes: int = 1
-    """Machines that the ranks are on."""
     shards: int = 1
     """Ranks that share out the state of whole weights; of weights that are sharded they tell it themselves."""
 
@@ -70,20 +69,14 @@ class Chosen:
     knobs: Mapping[str, Any]
     origin: str
     because: str = ""
-    """Why they are no others."""
 
     @property
     def sentence(self) -> str:
-        """Where they come from, and why."""
         return f"{self.because}, so {self.origin}" if self.because else self.origin
 
 
 def choose(training: Training, section: Section) -> Chosen:
     """The knobs of a preset that is asked for, or that is exactly for this training; on rank 0, for all.
-
-    Args:
-        training: what is to be trained.
-        section: what is asked for.
 
     Raises:
         BadInputError: the preset that is asked for by name is not there, cannot be read or is for something else.
@@ -166,12 +159,7 @@ def _named(store: Store, training: Training, name: str) -> Chosen:
 
 
 def provisional(preset: Preset, key: Key) -> str:
-    """Why a preset that is asked for by name is not proven for a training; empty: it is.
-
-    Args:
-        preset: as the store or its file has it.
-        key: of the training, as far as it is known.
-    """
+    """Why a preset that is asked for by name is not proven for a training; empty: it is."""
     from zftune.store.presets import differences
 
     if others := differences(replace(key, sequence=min(key.sequence, preset.key.sequence)), preset.key):
@@ -179,29 +167,8 @@ def provisional(preset: Preset, key: Key) -> str:
     return ", provisional: it was imported, not measured here" if preset.imported else ""
 
 
-def is_planned(quality: Quality, *, has_section: bool, has_preset: bool, is_tuned: bool) -> bool:
-    """Whether the planner finds the knobs, since late updates are allowed and nobody says which.
-
-    Args:
-        quality: what is promised.
-        has_section: whether the ds_config has a "zenflow" section, whatever it holds.
-        has_preset: whether a preset's knobs come before it.
-        is_tuned: whether somebody else sets knobs while it trains: a search, or a schedule.
-    """
-    return quality != "exact" and not (has_section or has_preset or is_tuned)
-
-
 def late_knobs(own: ZenFlowConfig, quality: Quality, device: torch.device) -> tuple[ZenFlowConfig, str]:
-    """The knobs to begin with where late updates are allowed and neither ds_config nor preset says which.
-
-    Args:
-        own: the ds_config's, under which every update is waited for.
-        quality: "published" or "loose".
-        device: that the model is on.
-
-    Returns:
-        The knobs, and where they come from.
-    """
+    """The initial knobs, and their origin, if late updates are allowed and neither ds_config nor preset has knobs."""
     from zftune.hiding import FIRST_STEPS, late_defaults, named
 
     if device.type != "cpu":
@@ -220,8 +187,6 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
     """The knobs where weights are on the host: no column is selected, and what may come late is one step late.
 
     Args:
-        config: those that it would have on the device.
-        quality: what is promised; with "loose" updates are two steps late.
         topk_ratio: the ds_config's own; None: it has none.
 
     Returns:
@@ -246,12 +211,7 @@ def knobs_on_host(config: ZenFlowConfig, quality: Quality, topk_ratio: object) -
 
 
 def waited(own: ZenFlowConfig, quality: Quality) -> ZenFlowConfig:
-    """The ds_config's knobs as a promise has them: with "exact", every update is waited for.
-
-    Args:
-        own: of the ds_config.
-        quality: what is promised.
-    """
+    """The ds_config's knobs as a promise has them: with "exact", every update is waited for."""
     return replace(own, **EXACT) if quality == "exact" else own
 
 
@@ -260,9 +220,6 @@ def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chose
 
     Args:
         given: of the ds_config's "zenflow" section; None: it has none.
-        config: with the preset.
-        chosen: the preset.
-        asked: whether it was asked for.
     """
     if given is None or asked or not chosen.knobs:
         return ""
@@ -273,11 +230,6 @@ def instead_of(given: ZenFlowConfig | None, config: ZenFlowConfig, chosen: Chose
 
 def with_knobs(own: ZenFlowConfig, chosen: Chosen, quality: Quality) -> ZenFlowConfig:
     """The ds_config's knobs with a preset's.
-
-    Args:
-        own: of the ds_config.
-        chosen: of the preset.
-        quality: what is promised: with "exact", nothing may change the trajectory.
 
     Raises:
         BadInputError: a knob has a value that is not allowed, or breaks the promise.

@@ -33,10 +33,6 @@ def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
     What is not there, or is something else, is the training's own matter.
 
-    Args:
-        command: a program and its arguments.
-        environment: in which it is run.
-
     Raises:
         BadInputError: a JSON that an option names is none, or Accelerate ends.
     """
@@ -51,7 +47,6 @@ def named_by(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
 
 
 def _split(command: Sequence[str]) -> tuple[Sequence[str] | None, Sequence[str]]:
-    """What `accelerate launch` is told, and its script with arguments; None: it is not there, and all is the script."""
     names = [Path(word).name for word in command]
     for index, name in enumerate(names):
         if name in ("accelerate-launch", "accelerate.commands.launch"):
@@ -89,7 +84,6 @@ def _given(option: str, value: str) -> Source | None:
 
 
 def _recipes(words: Sequence[str]) -> Iterator[Source]:
-    """Arguments of a Trainer, LLaMA-Factory, axolotl or another, in a file."""
     for word in dict.fromkeys(words):
         if Path(word).suffix in _SUFFIXES and _is_file(word) and Path(word).stat().st_size <= _LARGEST_BYTES:
             try:

@@ -31,9 +31,6 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     Args:
         params: where the recipe has no groups of its own.
-        recipe: the rule and its hyperparameters.
-        config: the knobs.
-        module: the model.
         scaler: DeepSpeed's loss scaler; None: the loss is not scaled.
         partition: how ranks share out the state of a whole model; None: they do not.
     """
@@ -79,7 +76,6 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     @property
     def _global_grad_norm(self) -> torch.Tensor | None:
-        """What `engine.get_global_grad_norm()` takes over after a step."""
         return self._norm
 
     @property
@@ -147,11 +143,7 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     @contextmanager
     def kept_in(self, folder: Path) -> Iterator[None]:
-        """Within it a `state_dict()` holds no state: that is in a folder, which is loaded with it.
-
-        Args:
-            folder: as `zenflow.distributed` writes it.
-        """
+        """Within it a `state_dict()` holds no state: that is in a folder, which is loaded with it."""
         self._folder = folder
         try:
             yield
@@ -171,9 +163,6 @@ class EngineOptimizer(ZenFlowOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None, **_: Any) -> None:
         """Go on from a saved state.
-
-        Args:
-            state_dict: as `state_dict()` gave it.
 
         Raises:
             BadInputError: the checkpoint holds no optimizer, as ZeRO's have it elsewhere; its folder is not there, or
@@ -214,11 +203,7 @@ def _without_name(parameter: Any) -> Any:
 
 
 class LossScaling:
-    """Stands where the engine keeps a GradScaler: scales the loss, and leaves the rest to the optimizer.
-
-    Args:
-        optimizer: whose loss is scaled.
-    """
+    """Stands where the engine keeps a GradScaler: scales the loss, and leaves the rest to the optimizer."""
 
     def __init__(self, optimizer: EngineOptimizer) -> None:
         self._optimizer = optimizer
@@ -228,7 +213,6 @@ class LossScaling:
         return loss.float() * self._optimizer.cur_scale
 
     def step(self, optimizer: Optimizer) -> None:
-        """Take the engine's step."""
         optimizer.step()
 
     def update(self) -> None:

@@ -32,10 +32,6 @@ def save_whole(engine: Any, optimizer: EngineOptimizer) -> None:
 
     Where ranks share out the state of a whole model, each has its part of what is pending: then only the checkpoint
     holds it, for which all ranks are there. Of the others a script may ask on one rank alone.
-
-    Args:
-        engine: just made.
-        optimizer: the engine's.
     """
     for name in _SAVES[:1] if optimizer.is_partitioned else _SAVES:
         original = getattr(engine, name, None)
@@ -75,12 +71,7 @@ def _hook_accelerate(accelerator: Any) -> None:
 
 
 def save_with_fp32(engine: Any, optimizer: EngineOptimizer) -> None:
-    """Let `engine.save_checkpoint` write them too, with the script that DeepSpeed drops beside them.
-
-    Args:
-        engine: just made.
-        optimizer: the engine's.
-    """
+    """Let `engine.save_checkpoint` write them too, with the script that DeepSpeed drops beside them."""
     original = engine._save_checkpoint
 
     @functools.wraps(original)
@@ -124,7 +115,6 @@ def _masters(optimizer: EngineOptimizer) -> list[torch.Tensor]:
 
 
 def _groups(optimizer: EngineOptimizer) -> list[list[Any]]:
-    """The parameters of each group; a group for each that is sharded: ranks' parts of a group are joined in turn."""
     groups = [group["params"] for group in optimizer.param_groups]
     return [[parameter] for group in groups for parameter in group] if optimizer.is_sharded else groups
 

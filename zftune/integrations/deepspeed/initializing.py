@@ -32,7 +32,6 @@ def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
     """Wrap `initialize` of DeepSpeed, once.
 
     Args:
-        module: `deepspeed`.
         asked: comes before what a ds_config says.
         ends_process: whether what is not allowed ends the process with one sentence and exit code 2; else it raises.
     """
@@ -43,11 +42,7 @@ def wrap(module: Any, asked: Section, *, ends_process: bool = False) -> None:
 
 
 def when_called(listener: Callable[[], None]) -> None:
-    """Be told of each call of what was wrapped, before anything else; of `unwrap` too, since none follows.
-
-    Args:
-        listener: is called without arguments.
-    """
+    """Be told of each call of what was wrapped, before anything else; of `unwrap` too, since none follows."""
     _listeners.append(listener)
 
 
@@ -164,11 +159,7 @@ _PASSED_INSTEAD = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
 
 
 def _require_filled(config: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse a ds_config with which DeepSpeed would end at the word "auto".
-
-    Raises:
-        BadInputError: there is such a setting.
-    """
+    """Refuse a ds_config with which DeepSpeed would end at the word "auto"."""
     unread = tuple(f"{section}." for section, by in _PASSED_INSTEAD.items() if given.get(by) is not None)
     for name in TELLTALES:
         if at(config, path_of(name)) == "auto" and name not in _SWITCHES and not name.startswith(unread):

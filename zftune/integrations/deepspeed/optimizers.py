@@ -28,7 +28,6 @@ _NAMES = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 _WITHOUT_EFFECT = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "capturable", "differentiable")
 _PARAMS = "optimizer.params."
 _UNCORRECTED = Refusal(f"{_PARAMS}bias_correction", "False", "true with the backend zenflow", INSTEAD)
-"""A setting of Adam, which some groups have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class Recipe:
     client: Optimizer | None = None
     """Whose parameter groups are adopted, so that its scheduler goes on; None: the ds_config names the optimizer."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Of the client."""
 
 
 def from_config(config: Mapping[str, Any]) -> Recipe | None:

@@ -34,11 +34,7 @@ _NOTHING = (None, False, 0, 1, -1)
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Each setting that the backend zenflow refuses, but for the optimizer, which the script may pass.
-
-    Args:
-        config: a ds_config that offloads.
-    """
+    """Each setting that the backend zenflow refuses, but for the optimizer, which the script may pass."""
     knobs = (Refusal.of(*fault) for fault in read_ds_config(config)[1])
     told = set()
     for refusal in (
@@ -87,11 +83,7 @@ def _about_the_run(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def divided_by(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Each number of steps that DeepSpeed divides by while it trains, has not looked at, and cannot divide by.
-
-    Args:
-        config: as DeepSpeed is given it.
-    """
+    """Each number of steps that DeepSpeed divides by while it trains, has not looked at, and cannot divide by."""
     printed = config.get("steps_per_print")
     if printed not in (None, "auto") and not (isinstance(printed, (int, float)) and printed):
         yield Refusal.of("steps_per_print", printed, "a number above 0, or left out")
@@ -142,9 +134,6 @@ def _dtype_word(config: Mapping[str, Any]) -> str:
 def require_known_names(config: Mapping[str, Any]) -> None:
     """Refuse a misspelt setting of a section that DeepSpeed would refuse, but that the backend zenflow reads itself.
 
-    Args:
-        config: of the training, in the process that has imported DeepSpeed.
-
     Raises:
         BadInputError: there is one.
     """
@@ -156,10 +145,6 @@ def require_known_names(config: Mapping[str, Any]) -> None:
 
 def refuse_scrambling(config: Mapping[str, Any], version: str) -> None:
     """Refuse upstream's ZenFlow where it destroys the weights.
-
-    Args:
-        config: for upstream.
-        version: of DeepSpeed.
 
     Raises:
         BadInputError: this version does.
@@ -187,14 +172,9 @@ class Outcome:
     reason: str = ""
     """Why it is left alone; with DeepSpeed's own runtime, what it asks of the script."""
     refusals: tuple[Refusal, ...] = ()
-    """All of them; a training ends with the first."""
 
     def placed(self, places: Mapping[str, Place]) -> Outcome:
-        """The same in the names that settings have where Accelerate reads them.
-
-        Args:
-            places: of settings, as `Source` has them; nothing changes where there are none.
-        """
+        """The same in the names that settings have where Accelerate reads them."""
         reason = f"{_placed(_DEVICE, places)}, {_STAYS}" if self.kind == "left" and places else self.reason
         refusals = tuple(in_accelerate(refusal, places) for refusal in self.refusals if places) or self.refusals
         return replace(self, reason=reason, refusals=refusals)

@@ -34,7 +34,6 @@ class Precision:
         """Read it.
 
         Args:
-            config: a ds_config.
             scales: whether the loss is scaled here; else nothing but its being switched on is read of "fp16".
 
         Raises:
@@ -60,7 +59,6 @@ class Precision:
         """Cast a model in place.
 
         Args:
-            module: its parameters stay the same objects.
             kept: what of a trained parameter's fp32 values is to be returned; None: all.
 
         Returns:
@@ -119,21 +117,12 @@ def _read(config: Mapping[str, Any], scales: bool) -> tuple[Precision, list[Refu
 
 
 def dtype_named(word: Any) -> torch.dtype | None:
-    """What DeepSpeed means by a word; None: nothing, or what it does not know.
-
-    Args:
-        word: such as "fp32" or "bfloat16".
-    """
+    """What DeepSpeed means by a word; None: nothing, or what it does not know."""
     return _DTYPES.get(word) if isinstance(word, str) else None
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating tensors that a model is called with, as `fp16.auto_cast` has it.
-
-    Args:
-        module: the model.
-        dtype: its weights'.
-    """
+    """Cast the floating tensors that a model is called with, as `fp16.auto_cast` has it."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -151,11 +140,7 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def loss_scaler(fields: Mapping[str, Any]) -> Any:
-    """DeepSpeed's own loss scaler, as it makes it from the "fp16" section.
-
-    Args:
-        fields: of the section, as `Precision` has them.
-    """
+    """DeepSpeed's own loss scaler, as it makes it from the "fp16" section."""
     from deepspeed.runtime.fp16 import loss_scaler as upstream
 
     dynamic = fields["loss_scale"] == 0

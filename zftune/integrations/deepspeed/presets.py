@@ -43,10 +43,7 @@ def apply(
     """A ds_config with knobs.
 
     Args:
-        ds_config: as the user has it; not changed.
-        knobs: of a preset.
         stage: ZeRO stage of the preset, for a ds_config that has none.
-        backend: what the preset was measured with.
 
     Raises:
         BadInputError: upstream cannot train this with these knobs; names the field, the value and what is allowed.
@@ -74,7 +71,6 @@ def apply(
 
 
 def _config(section: Any, knobs: Mapping[str, Any]) -> ZenFlowConfig:
-    """The knobs, and what the user's own section says beside them."""
     from zenflow import ConfigError, ZenFlowConfig
 
     own = {name: section[name] for name in _OWN if name in section} if isinstance(section, dict) else {}
@@ -197,7 +193,6 @@ def _warm_up(applied: Applied, config: ZenFlowConfig, update: int) -> int:
 
 
 def _select_interval(applied: Applied, config: ZenFlowConfig, update: int) -> int:
-    """In whole windows."""
     wanted = RARE_SELECTION_STEPS if config.select_interval == "auto" else config.select_interval
     steps = update * math.ceil(wanted / update)
     if steps != config.select_interval:
@@ -226,11 +221,9 @@ class Wish:
     """What the user wants to be applied."""
 
     preset: str
-    """A name, a file, or "best"."""
     model: str | None = None
     """Name or model_id."""
     sequence: int | None = None
-    """Tokens."""
     provisional: bool = False
     """Take one that was proven for something else."""
 
@@ -247,7 +240,6 @@ class AppliedPreset:
     """The ds_config as a file holds it: what the preset leaves alone stands as in the user's file."""
 
     def document(self) -> dict[str, Any]:
-        """What was done, as JSON."""
         return {
             "schema": "zftune.applied/1",
             "preset": self.preset.name,
@@ -284,11 +276,6 @@ def named(store: Store, name: str) -> Preset:
 
 def apply_preset(store: Store, ds_config: str, wish: Wish) -> AppliedPreset:
     """Put a preset's knobs into a ds_config.
-
-    Args:
-        store: where presets are.
-        ds_config: path of the user's.
-        wish: which preset.
 
     Raises:
         BadInputError: there is no such preset, it was proven for something else, or upstream cannot train with it.
@@ -392,7 +379,6 @@ def _is_of(preset: Preset, model: str) -> bool:
 
 
 def _about_deepspeed(config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the installed version under ZenFlow."""
     from zftune.doctor.software import defects
 
     if "zenflow" not in config["zero_optimization"]:

@@ -34,11 +34,9 @@ class Refusal(NamedTuple):
     field: str
     """Where it stands in the ds_config, with dots."""
     value: str
-    """As a sentence has it."""
     allowed: str
     """What it must be: "a number >= 0", or "left out"."""
     instead: str = ""
-    """What else to do, if anything."""
     near: str = ""
     """The name that may have been meant: "; did you mean AdamW"."""
 
@@ -49,12 +47,10 @@ class Refusal(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """What to do."""
         return f"it must be {self.allowed}{f', or {self.instead}' if self.instead else ''}{self.near}"
 
     @property
     def reason(self) -> str:
-        """The sentence where field and value stand above it."""
         return f"zftune run refuses it: {self.wanted}."
 
     def __str__(self) -> str:
@@ -78,11 +74,7 @@ _TYPO = 0.85
 
 
 def meant(path: SettingPath) -> str:
-    """The question about an unknown name that is near a known one: "did you mean lr"; "" elsewhere.
-
-    Args:
-        path: of the setting, in a section that no model of DeepSpeed's describes.
-    """
+    """The question about an unknown name that is near a known one: "did you mean lr"; "" elsewhere."""
     section, name = path[:-1], path[-1]
     others = OTHER_WORDS if section == ("optimizer", "params") else {}
     known = frozenset(FIELDS) if section == (NAME,) else NAMES.get(section, frozenset())
@@ -98,12 +90,7 @@ def meant(path: SettingPath) -> str:
 
 
 def mistyped(value: Any, near: str) -> str:
-    """The one word that a value differs from in a letter or two; "" where there is none, or several.
-
-    Args:
-        value: that is refused.
-        near: a text that ends with "did you mean cpu".
-    """
+    """The one word that a value differs from in a letter or two; "" where there is none, or several."""
     found = re.search(r"\bdid you mean (\S+)$", near)
     return nearest(value, (found[1],), _TYPO) if found is not None and isinstance(value, str) else ""
 
@@ -115,7 +102,6 @@ class Section:
     preset: str | None = None
     """A name, a file, "best", or "none": none is taken, also not one that was measured for exactly this training."""
     online: bool = False
-    """Tune while it trains."""
     quality: Quality | None = None
     """Which updates may come late: "exact", "published" or "loose"."""
     backend: Backend | None = None
@@ -126,7 +112,6 @@ class Section:
         """Read the section of a ds_config, which may have none.
 
         Args:
-            config: the ds_config.
             given_as: what stands before a field's name where the user gave it.
 
         Raises:
@@ -141,20 +126,13 @@ class Section:
         return None if self.preset in (BEST, NO_PRESET) else self.preset
 
     def over(self, other: Section) -> Section:
-        """What this asks for, and what `other` does where this says nothing.
-
-        Args:
-            other: that comes after it.
-        """
+        """What this asks for, and what `other` does where this says nothing."""
         said = {name: getattr(self, name) for name in FIELDS if getattr(self, name)}
         return replace(other, **said)
 
 
 def require_preset(section: Section) -> None:
     """Refuse a preset that is not there.
-
-    Args:
-        section: that may ask for one.
 
     Raises:
         BadInputError: it asks for a name that is not in the store, or for a file that is no preset.
@@ -175,11 +153,7 @@ def require_preset(section: Section) -> None:
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
-    """What is wrong with the section of a ds_config, and where it stands.
-
-    Args:
-        config: a ds_config.
-    """
+    """What is wrong with the section of a ds_config, and where it stands."""
     zero, section = config.get("zero_optimization"), config.get(NAME)
     if isinstance(zero, Mapping) and NAME in zero:
         yield Refusal(f"zero_optimization.{NAME}", "there", f'"{NAME}" at the top level')
@@ -192,7 +166,6 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _allowed(name: str, value: object) -> str | None:
-    """What is allowed where a value is not."""
     if name not in FIELDS:
         return f"left out: the fields are {', '.join(FIELDS)}{did_you_mean(name, FIELDS)}"
     if value == "auto":

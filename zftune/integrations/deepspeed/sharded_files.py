@@ -29,10 +29,6 @@ _logger = logging.getLogger("zftune")
 def whole_state_dict(module: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
     """A model's `state_dict` with whole weights, on the CPU; to be called on all ranks.
 
-    Args:
-        module: whose weights may be DTensors.
-        trained_only: leave out those that are frozen.
-
     Returns:
         On the first rank; elsewhere nothing.
     """
@@ -53,11 +49,6 @@ def whole_state_dict(module: nn.Module, *, trained_only: bool = False) -> dict[s
 def load_whole(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load whole weights into a model whose weights may be DTensors; nothing is sent.
 
-    Args:
-        module: all ranks have the same.
-        state_dict: as `whole_state_dict` gives it.
-        strict: as of `load_state_dict`.
-
     Raises:
         RuntimeError: a name or a shape is another; as in torch.
     """
@@ -76,8 +67,6 @@ def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None
     """Let an engine save and load as one of stage 3 does.
 
     Args:
-        engine: just made.
-        optimizer: the engine's.
         gathers: whether the ds_config lets whole weights be saved in 16 bits.
     """
     _give_weights(engine, gathers)
@@ -86,12 +75,7 @@ def take_over(engine: Any, optimizer: EngineOptimizer, *, gathers: bool) -> None
 
 
 def save_by_rows(engine: Any, optimizer: EngineOptimizer) -> None:
-    """Let an engine save the optimizer in a folder of the tag, to which each rank writes its rows.
-
-    Args:
-        engine: just made.
-        optimizer: the engine's.
-    """
+    """Let an engine save the optimizer in a folder of the tag, to which each rank writes its rows."""
     _save_in_folder(engine, optimizer)
     _name_latest_once_whole(engine)
 
@@ -156,12 +140,7 @@ def _name_latest_once_whole(engine: Any) -> None:
 
 
 def load_from_folder(engine: Any, optimizer: EngineOptimizer) -> None:
-    """Let an engine of any stage go on from what ranks have saved by rows.
-
-    Args:
-        engine: just made.
-        optimizer: the engine's.
-    """
+    """Let an engine of any stage go on from what ranks have saved by rows."""
     original = engine._load_checkpoint
 
     @functools.wraps(original)
@@ -190,7 +169,6 @@ def load_folder(optimizer: EngineOptimizer, folder: Path | None, steps: int) -> 
     """Go on from what lies in the folder of a tag.
 
     Args:
-        optimizer: knows its model.
         folder: None: nobody said where it is.
         steps: that the optimizer had taken when the file beside it was written.
 

@@ -23,12 +23,7 @@ _logger = logging.getLogger("zftune")
 
 
 def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
-    """Each setting that this backend refuses, beside those that end DeepSpeed.
-
-    Args:
-        config: a ds_config that offloads.
-        online: whether it is to be tuned while it trains.
-    """
+    """Each setting that this backend refuses, beside those that end DeepSpeed."""
     stage = stage_of(config)
     if stage not in (1, 2, 3):
         yield Refusal.of("zero_optimization.stage", stage, "1, 2 or 3 where DeepSpeed offloads")
@@ -43,11 +38,6 @@ def refusals(config: Mapping[str, Any], *, online: bool) -> Iterator[Refusal]:
 
 def changed(config: Mapping[str, Any], section: Section, module: nn.Module) -> dict[str, Any]:
     """A ds_config for upstream: with a preset's knobs, if one is asked for or is for this training.
-
-    Args:
-        config: as the script has it.
-        section: what is asked for.
-        module: the model, in the dtype that the script made it in.
 
     Raises:
         BadInputError: the preset cannot be used, or this DeepSpeed destroys weights with it.
@@ -97,7 +87,6 @@ def require_works(source: Source | Mapping[str, Any], version: str) -> list[str]
     """Refuse what is known to end upstream's training or to destroy its weights.
 
     Args:
-        source: a ds_config for upstream.
         version: of DeepSpeed; "": it is not known.
 
     Returns:

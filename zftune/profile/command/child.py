@@ -42,8 +42,6 @@ class SupervisedProcess:
     """A running command: its ends, and the ways to end it. Inside `held_signals` only.
 
     Args:
-        command: what to run, found as `execvp` does it.
-        environment: for the command.
         mask: signals that are blocked in the command.
 
     Raises:
@@ -149,7 +147,6 @@ class SupervisedProcess:
             return
 
     def _read(self) -> None:
-        """Take in what the keeper has told."""
         part = os.read(self._status, 4096)
         *lines, self._unread = (self._unread + part).split(b"\n")
         for line in lines:

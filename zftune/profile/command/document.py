@@ -35,7 +35,6 @@ def timeline_of(main: Rank, runtime: Mapping[str, Any] | None) -> dict[str, Any]
     """The document's "timeline": the window that the runtime recorded, else the first four steps' phases.
 
     Args:
-        main: the process whose steps are shown.
         runtime: the runtime's own timeline, its first step numbered as the rows are, from 0; None if there is none.
     """
     if runtime is not None:
@@ -110,12 +109,7 @@ class Runtime:
 
 
 def runtime_of(rank: Rank, missing: dict[str, str]) -> Runtime | None:
-    """The runtime's account of the steps that it could tell; None where another optimizer trains, or it is lost.
-
-    Args:
-        rank: a process with measured steps.
-        missing: gets the reason for each of `FIELDS` where there is no account.
-    """
+    """The runtime's account of the steps that it could tell; None where another optimizer trains, or it is lost."""
     knobs = rank.model.get("knobs")
     if not isinstance(knobs, Mapping):
         missing |= {name: missing.get(name, _OTHER) for name in FIELDS}
@@ -174,25 +168,11 @@ class Seen:
 
     @classmethod
     def of(cls, folder: Path, *, left: int = 0) -> Seen:
-        """What the folder of the records shows.
-
-        Args:
-            folder: of the records; not removed yet.
-            left: as the attribute.
-        """
         return cls(left, None if (free_bytes(folder) or 0) > _FULL_BYTES else folder.parent)
 
 
 def nothing_recorded(command: Sequence[str], ranks: Sequence[Rank], status: int | None, warmup: int, seen: Seen) -> str:
-    """The likely reason why no step was measured.
-
-    Args:
-        command: the program and its arguments.
-        ranks: the processes that wrote something.
-        status: the command's exit status; None if it is not known.
-        warmup: steps that were to be discarded.
-        seen: beside that.
-    """
+    """The likely reason why no step was measured."""
     if os.environ.get(DISABLE) == "1":
         return f"nothing was recorded: {DISABLE}=1 turns the agent off"
     if seen.full is not None:
@@ -231,12 +211,7 @@ def nothing_recorded(command: Sequence[str], ranks: Sequence[Rank], status: int 
 
 
 def waits_for(folder: Path, warmup: int) -> str | None:
-    """What a profile waits for that has seen no step to measure; None: it has seen one.
-
-    Args:
-        folder: of the records.
-        warmup: steps to discard.
-    """
+    """What a profile waits for that has seen no step to measure; None: it has seen one."""
     ranks = read_records(folder)
     if any(rank.steps for rank in ranks):
         return None
@@ -295,11 +270,7 @@ def remarks(ranks: Sequence[Rank], chosen: Sequence[Rank], steps: int, seen: See
 
 
 def interpreter_flag(command: Sequence[str]) -> str | None:
-    """The flag of a Python interpreter that keeps the agent out, such as "I"; looks at the command itself only.
-
-    Args:
-        command: a program and its arguments.
-    """
+    """The flag of a Python interpreter that keeps the agent out, such as "I"; looks at the command itself only."""
     program = Path(command[0]).name
     if not program.startswith("python") or shutil.which(command[0]) is None:
         return None
@@ -332,8 +303,6 @@ def build_document(ranks: Sequence[Rank], ended: Ended, sampling: Sampling) -> d
 
     Args:
         ranks: a process of each rank, in their order; each has measured steps. The first one's are the main figures.
-        ended: how the command ended.
-        sampling: what was sampled meanwhile.
 
     Raises:
         ProfileError: the document breaks its own schema.
@@ -401,7 +370,6 @@ def _versions(main: Rank) -> dict[str, str]:
 
 
 def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
-    """The figures that every agent records."""
     step_ms = derive.step_ms(step["step_ms"] for step in main.steps)
     stall = derive.stall([step["stall_ms"] for step in main.steps], step_ms["mean"])
     hidden = main.mean("hidden_ms")
@@ -441,7 +409,6 @@ def _known_phases(rank: Rank, phases: Mapping[str, float]) -> dict[str, float | 
 
 
 def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, Any]:
-    """What only our own optimizer can tell."""
     memory: dict[str, Any] = {"device_peak_bytes": None}
     if runtime is None:
         uses = ("state", "log", "staging", "peak")
@@ -487,13 +454,11 @@ def _begins_ms(main: Rank) -> list[float]:
 
 
 def _uuids(ranks: Sequence[Rank]) -> list[str] | None:
-    """The GPUs of the ranks; None where one does not tell its own."""
     uuids = [rank.header.get("device_uuid") for rank in ranks]
     return [str(uuid) for uuid in uuids] if all(uuids) else None
 
 
 def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
-    """Give a reason to what is null in every profile of a command, or for want of a record."""
     main, missing = ranks[0], document["missing"]
     if not main.has_batches:
         missing |= dict.fromkeys(("phases_ms.data", "per_step.phases_ms.data"), _NO_BATCH)
@@ -522,7 +487,6 @@ def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
 
 
 def _known(document: Mapping[str, Any], path: str) -> bool:
-    """Whether a dotted name is that of a single value which is there."""
     value: Any = document
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:

@@ -70,7 +70,6 @@ def end_all(
         How many had not ended by themselves.
 
     Args:
-        pids: the processes, asked again and again, since they may start others.
         over: whether none is left; reaps those that ended.
         wait_s: time to end by themselves.
         term_s: time after SIGTERM.
@@ -107,7 +106,6 @@ def _signal(pids: list[int], signum: int) -> None:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    """(process, its parent) for every process."""
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -128,7 +126,6 @@ def _prctl(option: int, argument: int) -> None:
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 ORPHANS_WAIT_S = 1.0
-"""Time that what the command left behind has to end by itself."""
 TERM_S = 10.0
 """Time between SIGTERM and SIGKILL."""
 ABANDONED_S = 1.0
@@ -141,10 +138,8 @@ class Supervisor:
     """Keeps one command.
 
     Args:
-        command: what to run.
         control: pipe that tells what to do.
         status: pipe to tell what happens.
-        mask: signals that are blocked in the command.
     """
 
     def __init__(self, command: Sequence[str], control: int, status: int, mask: Sequence[int]) -> None:
@@ -158,7 +153,6 @@ class Supervisor:
         self._parent = os.getppid()
 
     def run(self) -> None:
-        """Start the command and stay until nothing of it is left."""
         adopt_orphans()
         wake = _wake_on_child()
         try:
@@ -194,7 +188,6 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _obey(self) -> bool:
-        """Do what the control pipe says; False when there is nobody any more who says it."""
         part = os.read(self._control, 4096)
         if not part:
             end_all(self._below, over=self._reap, wait_s=0.0, term_s=ABANDONED_S)
@@ -216,7 +209,6 @@ class Supervisor:
             os.kill(self._pid, signum)
 
     def _reap_and_look(self) -> bool:
-        """Whether the command has ended."""
         self._reap()
         return self._ended is not None
 

@@ -37,18 +37,14 @@ class Rank:
     steps: list[Row] = field(default_factory=list)
     """Measured ones only, in order."""
     seen: int = 0
-    """Steps that are recorded but not measured."""
     missing: dict[str, str] = field(default_factory=dict)
     end: str | None = None
     """"measured", "exit" or "failed"; None where the process was killed."""
     error: str | None = None
-    """Why the agent failed."""
     unreadable: int = 0
-    """Lines that are no records."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
         return int(self.header["rank"])
 
     @property
@@ -63,7 +59,6 @@ class Rank:
 
     @property
     def end_ns(self) -> int:
-        """When its last measured step ended."""
         return int(self.steps[-1]["end_ns"])
 
     @property
@@ -80,7 +75,6 @@ class Rank:
         return any(step[table].get("data") for step in self.steps for table in ("phases_ms", "waits_ms"))
 
     def mean(self, name: str) -> float | None:
-        """Mean of a figure over the measured steps; None if one of them lacks it."""
         values = [step[name] for step in self.steps if step.get(name) is not None]
         return sum(values) / len(values) if len(values) == len(self.steps) else None
 
@@ -101,7 +95,6 @@ def measured(ranks: Iterable[Rank]) -> list[Rank]:
 
 
 def _read(file: Path) -> Rank | None:
-    """A process; None if it has not even told who it is."""
     try:
         # The command may have put anything there: a pipe would never end to be opened, a link may lead anywhere.
         with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
@@ -132,7 +125,6 @@ def _row(line: bytes) -> Row | None:
 
 
 def _take(rank: Rank, row: Row) -> bool:
-    """Add a record to its process; whether it is one."""
     match row["kind"]:
         case "model":
             rank.model = _model(row)
@@ -158,7 +150,6 @@ def _take(rank: Rank, row: Row) -> bool:
 
 
 def _model(row: Row) -> Row:
-    """The fields that are of their type."""
     naturals = {"trainable": _is_natural, "loader_workers": _is_natural}
     checks = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(_TEXTS, _is_text) | naturals
     model = {name: row[name] for name, check in checks.items() if check(row.get(name))}
@@ -185,7 +176,6 @@ def _is_header(row: Row) -> bool:
 
 
 def _is_device(row: Row) -> bool:
-    """Whether what a row tells of the device is of its type."""
     return all(row.get(name) is None or _is_text(row[name]) for name in _DEVICE if name != "has_stream")
 
 

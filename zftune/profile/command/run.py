@@ -38,13 +38,10 @@ class CommandOptions:
     steps: int = DEFAULT_STEPS
     warmup: int = DEFAULT_WARMUP
     stop: bool = False
-    """End the command when every rank has been measured."""
     on_stop: Callable[[], None] | None = None
-    """Called before that."""
     silence_s: float = 60.0
     """Without a step for so long it is told what the profile waits for."""
     on_silence: Callable[[str], None] | None = None
-    """Told, once, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,6 @@ def _supervised(
 
 
 def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bool:
-    """Until the command has ended; whether it was ended from here, after all steps."""
     stopped = False
     progress, began_s, told = _Progress(folder), time.monotonic(), options.on_silence is None
     while not child.over(_POLL_S):
@@ -122,8 +118,6 @@ def _wait(options: CommandOptions, child: SupervisedProcess, folder: Path) -> bo
 
 
 class _Progress:
-    """Whether every rank has been measured; asked at times."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_s = 0.0
@@ -176,11 +170,7 @@ def _environment(options: CommandOptions, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for the records that only this user can enter: in memory where there is room, else for temporary files.
-
-    Raises:
-        ProfileError: none can be made.
-    """
+    """A private folder for the records: in memory if there is room, else among temporary files."""
     path = _made_folder()
     try:
         yield path

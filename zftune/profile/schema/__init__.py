@@ -98,7 +98,6 @@ def _faults(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that holds no others, with its dotted path."""
     if isinstance(value, Mapping):
         children: Any = value.items()
     elif isinstance(value, (list, tuple)):
@@ -123,7 +122,6 @@ def _null_is_explained(document: Mapping[str, Any], path: str) -> bool:
 
 
 def _names(parts: list[str]) -> Iterator[str]:
-    """What may explain the path: itself, what it lies in, and both without the numbers of list items."""
     for path in (parts, [part for part in parts if not part.isdigit()]):
         yield from (".".join(path[:length]) for length in range(1, len(path) + 1))
 
@@ -165,7 +163,6 @@ def _disagreements(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _phases(run: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Phases that are all known are the step."""
     values = list((run["phases_ms"] or {}).values())
     if values and None not in values and not _close(sum(values), run["step_ms"]["mean"], _ABSOLUTE_MS):
         yield f"{prefix}phases_ms: do not add up to the mean step"

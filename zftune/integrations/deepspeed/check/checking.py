@@ -34,12 +34,10 @@ def check(
     """What is wrong with a ds_config.
 
     Args:
-        source: the ds_config.
         backend: for which to judge; None: as its "zftune" section says, and for both where that says nothing.
         version: of DeepSpeed; None: it is not installed, and is judged as 0.19.6.
         ask: puts a ds_config to the installed DeepSpeed; None: what that refuses is not found.
         world_size: number of ranks; None: any that the batch sizes fit.
-        fault_of_preset: tells what is wrong with a preset's name; None: presets are not looked up.
         upstream_asked: whether somebody asks for DeepSpeed's own runtime, to which clipping and accumulation may have
             to give way; None: where it is the one that is judged.
     """
@@ -88,7 +86,6 @@ def _value(one: Any, subject: Subject) -> Any:
 
 
 def _said(config: Mapping[str, Any]) -> Backend | None:
-    """The backend that a ds_config asks for itself."""
     said = at(config, ("zftune", "backend"))
     return "zenflow" if said == "zenflow" else "deepspeed" if said == "deepspeed" else None
 
@@ -130,11 +127,6 @@ def fix(
 
     Args:
         source: the ds_config; not changed.
-        backend: for which to judge.
-        version: of DeepSpeed.
-        ask: as `check` takes it.
-        world_size: number of ranks; None: any.
-        fault_of_preset: as `check` takes it.
 
     Returns:
         The changed ds_config; every change with the finding that it mends; what is left to be found.
@@ -176,17 +168,11 @@ def _turn(finding: Finding) -> int:
 
 
 def _helps(config: Mapping[str, Any], finding: Finding) -> bool:
-    """Whether its changes are not made yet."""
     return any(at(config, each.path) != each.value for each in finding.changes)
 
 
 def document(done: list[tuple[Change, Finding]], left: Report) -> dict[str, Any]:
-    """What was changed, as JSON.
-
-    Args:
-        done: the changes.
-        left: what was found after them.
-    """
+    """What was changed, as JSON."""
     return {
         "ok": left.ok,
         "changes": [{**each.document(), "rule": finding.rule} for each, finding in done],

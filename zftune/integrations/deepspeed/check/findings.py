@@ -38,7 +38,6 @@ class Change:
     value: Any
 
     def sentence(self) -> str:
-        """What is set, in words."""
         return (
             f"{shown_path(self.path)} {'left out' if self.value is MISSING else f'= {shown(self.value, whole=True)}'}"
         )
@@ -53,7 +52,6 @@ class Change:
         return Change(path_of(place.name), self.value)
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         removed = self.value is MISSING
         return {
             "path": ".".join(self.path),
@@ -66,7 +64,6 @@ _IN_A_FILE = ", in a file that deepspeed_config_file names"
 
 
 def _beside(change: Change) -> str:
-    """Where to change what an Accelerate configuration does not have."""
     if change.path == ("zftune", "backend"):
         return f"zftune run --backend {change.value}"
     return change.sentence() + _IN_A_FILE
@@ -119,11 +116,7 @@ class Finding:
         return replace(self, value=MISSING)
 
     def placed(self, places: Mapping[str, Place]) -> Finding:
-        """The same in the names that settings have where Accelerate reads them.
-
-        Args:
-            places: of settings, as `Source` has them; nothing changes where there are none.
-        """
+        """The same in the names that settings have where Accelerate reads them."""
         if not places:
             return self
         dotted = ".".join(self.path)
@@ -143,7 +136,6 @@ class Finding:
         )
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
         given = self.value is not MISSING
         return {
             "rule": self.rule,
@@ -174,16 +166,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault."""
         return not any(finding.is_fault for finding in self.findings)
 
     def document(self, version: str, fixed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """As JSON.
-
-        Args:
-            version: of zftune.
-            fixed: what `--fix` did.
-        """
         return {
             "schema": SCHEMA_NAME,
             "zftune": version,
@@ -235,23 +220,12 @@ _HEADINGS: dict[Severity, str] = {
 
 
 def render(report: Report, *, notes: bool = False) -> RenderableType:
-    """The findings, grouped by severity, what sums them up, and a last line with what `zftune run` does.
-
-    Args:
-        report: what was found.
-        notes: whether to show what nobody needs to mend.
-    """
+    """The findings, grouped by severity, what sums them up, and a last line with what `zftune run` does."""
     return _Screen(list(_findings(report, notes)))
 
 
 def render_changes(heading: str, changes: Sequence[Change], left: Report) -> RenderableType:
-    """What `--fix` changed.
-
-    Args:
-        heading: what was done, and with which file.
-        changes: in the order in which they were made.
-        left: what is found in the written file.
-    """
+    """What `--fix` changed."""
     parts: list[RenderableType] = [Rule(Text(heading, style="bold"), align="left", style="dim")]
     parts += [Text(line) for line in dict.fromkeys(change.sentence() for change in changes)]
     faults = [finding for finding in left.findings if finding.is_fault]

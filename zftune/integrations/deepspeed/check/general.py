@@ -188,7 +188,6 @@ def refused(subject: Subject) -> Iterator[Finding]:
 
 
 def _mends(subject: Subject, fault: Fault) -> tuple[Change, ...]:
-    """The first remedy that is to be had for what DeepSpeed refuses."""
     dotted, value = ".".join(fault.path), at(subject.config, fault.path)
     if not fault.path:
         return ()
@@ -249,7 +248,6 @@ _REMEDIES: dict[str, Callable[[Subject, Any], dict[str, Any]]] = {
 
 
 def _batch(subject: Subject, name: str) -> dict[str, Any]:
-    """Sizes that fit together: what a rank takes in a pass stays as it is."""
     whole, micro, passes = BATCH
     if name != whole or not subject.has(whole):
         return {name: 1}

@@ -56,7 +56,6 @@ class Rule:
     """What to do, in words, beside the fix or where there is none."""
 
     def applies(self, subject: Subject) -> bool:
-        """Whether it is to be told of a ds_config."""
         if self.zenflow and not subject.has_zenflow:
             return False
         return self.versions(subject.release) and bool(self.when(subject))
@@ -83,7 +82,6 @@ _WORDS = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16", "half"), "fp
 
 
 def _moved(name: str, to: str) -> Callable[[Subject], Mapping[str, Any]]:
-    """The same setting in another place, unless that has one."""
     return lambda s: {name: MISSING} if s.has(to) else {name: MISSING, to: s.at(name)}
 
 

@@ -66,11 +66,9 @@ class Subject:
         return at(self.config, path_of(dotted))
 
     def has(self, dotted: str) -> bool:
-        """Whether a setting is there."""
         return self.at(dotted) is not MISSING
 
     def enabled(self, *names: str) -> bool:
-        """Whether one of these sections is switched on."""
         return any(self.at(f"{name}.enabled") is True for name in names)
 
     @cached_property
@@ -86,13 +84,11 @@ class Subject:
 
     @cached_property
     def device(self) -> str:
-        """Where upstream keeps the optimizer's state."""
         device = offload_device(self.config)
         return device if device in ("cpu", "nvme") else "none"
 
     @cached_property
     def has_zenflow(self) -> bool:
-        """Whether there is a "zenflow" section."""
         return isinstance(self.at(ZENFLOW), Mapping)
 
     @cached_property
@@ -108,7 +104,6 @@ class Subject:
 
     @property
     def overlaps(self) -> bool:
-        """Whether upstream's ZenFlow updates beside the following steps."""
         return self.zenflow["overlap_step"] is True
 
     @cached_property
@@ -125,7 +120,6 @@ class Subject:
         return int(select) if counts and select >= (self.update_interval or 1) else None
 
     def windows(self, steps: float) -> int:
-        """The same number of steps, in whole windows."""
         whole = self.update_interval or SAFE_UPDATE_INTERVAL
         return whole * max(1, math.ceil(steps / whole))
 
@@ -137,17 +131,14 @@ class Subject:
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Of DeepSpeed."""
         return numbers(self.version)
 
     @cached_property
     def outcome(self) -> Outcome:
-        """What `zftune run` does with it."""
         return outcome(self.given, Section(backend=self.backend if self.forced else None), self.faults)
 
     @cached_property
     def own_refusals(self) -> tuple[Refusal, ...]:
-        """What the backend zenflow refuses where it trains; nothing where `zftune run` leaves DeepSpeed alone."""
         return self._refusals("zenflow")
 
     @cached_property
@@ -161,7 +152,6 @@ class Subject:
 
     @cached_property
     def faults(self) -> tuple[Fault, ...]:
-        """What DeepSpeed itself refuses; nothing where it is not asked."""
         if self.ask is None:
             return ()
         return tuple(self.ask(self.given, self.world_size or ranks_that_fit(self.given)))
