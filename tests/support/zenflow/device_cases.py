@@ -1,4 +1,4 @@
-"""The invariants on whatever device the model is on: the same cases run on the CPU and, in tests/system/gpu, on a GPU."""
+"""The invariants on whatever device the model is on: the same cases run on the CPU and on a GPU (tests/system/gpu)."""
 
 from __future__ import annotations
 

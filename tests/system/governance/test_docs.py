@@ -14,32 +14,26 @@ from typing import Any
 import pytest
 
 from tests.support import fork_server, upstream_ops
-from tests.support.governance.documents import PAGES, ROOT, blocks, commands
+from tests.support.governance.documents import PAGES, ROOT, blocks
 
-QUICK = ("check", "doctor")
-"""Commands of zftune that take a second or two; before a release all of them are run."""
-SHELL = [block for page in PAGES for block in blocks(page) if block.language == "sh"]
+SMOKE = {"python": "README.md", "sh": "docs/how-to/install.md"}
 
 
-def pages_with(language: str) -> list[Path]:
+def pages_with(language: str) -> Iterator[Any]:
     """Those with a block that is run."""
-    return [page for page in PAGES if any(one.language == language and not one.mark for one in blocks(page))]
+    for page in PAGES:
+        if any(one.language == language and not one.mark for one in blocks(page)):
+            name = str(page.relative_to(ROOT))
+            yield pytest.param(page, id=name, marks=[pytest.mark.smoke] if name == SMOKE[language] else [])
 
 
-@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", list(pages_with("python")))
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     parts = [block.text for block in blocks(page) if block.language == "python" and block.mark in ("", "hidden")]
     code = "\n".join(["import warnings; warnings.simplefilter('error')", *parts])
     env = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}
     result = fork_server.run(["-c", code], cwd=tmp_path, env=env)
     assert result.returncode == 0, result.stderr
-
-
-def quick() -> Iterator[Any]:
-    for block in SHELL:
-        for words in commands(block) if not block.mark else ():
-            if words[:1] == ["zftune"] and words[1] in QUICK:
-                yield pytest.param(words, id=f"{block.place}-{' '.join(words)}")
 
 
 @pytest.fixture
@@ -51,13 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", list(quick()))
-def test_quick_commands_run(words: list[str], folder: Path) -> None:
-    result = fork_server.zftune(*words[1:], cwd=folder, env={**os.environ, "ZFTUNE_DB": str(folder / "zftune.db")})
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("page", pages_with("sh"), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", list(pages_with("sh")))
 def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
     programs = folder / "bin"
     programs.mkdir()

@@ -38,6 +38,7 @@ def _on_two(folder: Path) -> list[dict[str, Any]]:
     return [one["sharded"] for one in results]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharded_parameters_are_refused_and_left_alone(

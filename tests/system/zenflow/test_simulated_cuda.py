@@ -13,7 +13,7 @@ from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import CudaDevice
 
-pytestmark = pytest.mark.simulated_cuda
+pytestmark = [pytest.mark.simulated_cuda, pytest.mark.smoke]
 
 
 class TestOnTheSimulatedGpu(GpuCases):
