@@ -398,7 +398,7 @@ def test_a_child_reads_weights_and_its_gradients_are_whole(run: Run) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("setting", script_cases.SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", script_cases.TRIED, ids=str)
 def test_a_late_weight_arrives_before_the_fork(setting: script_cases.Setting) -> None:
     """The child has it, but not the threads that bring it."""
     run = script_cases.Run(seeded(Stack, depth=1), script_cases.ours(setting, with_module=True))

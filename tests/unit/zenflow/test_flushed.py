@@ -28,6 +28,10 @@ STEPS = 10
 __all__ = ["setting", "with_module"]
 
 
+LAST = fast((2, 7), all_of=(2, 5, 6, 7))
+"""Steps after which a file is saved."""
+
+
 def train(model: nn.Module, optimizer: ZenFlowAdamW, last: int) -> None:
     for step in range(optimizer.steps, last):
         model(tokens_of(step)).backward()
@@ -65,7 +69,7 @@ def test_the_weights_are_those_of_a_flush_and_training_does_not_notice(
 ) -> None:
     _, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
     model, optimizer = begun(setting, 0, with_module=with_module, dtype=dtype)
-    for last in range(1, STEPS + 1):
+    for last in range(1, STEPS + 1, fast(2, all_of=1)):
         train(model, optimizer, last)
         twin, twin_optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
         seen = weights_of(model)
@@ -107,7 +111,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_file_that_can_be_used_alone(
     setting: Setting, with_module: bool, dtype: torch.dtype, first: str, model_file: str
 ) -> None:
     expected, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
-    for last in (2, 5, 6, 7):
+    for last in LAST:
         model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
         seen = copy.deepcopy(model.state_dict())
         with optimizer.flushed_weights():
@@ -134,7 +138,7 @@ def test_nothing_is_missing_in_a_file_that_is_saved_before_the_first_step_after_
 ) -> None:
     """As one does to take the weights out of a checkpoint; what is saved then resumes as well."""
     _, ended = uninterrupted(setting, with_module=with_module, dtype=dtype)
-    for last in (2, 5, 6, 7):
+    for last in LAST:
         model, optimizer = begun(setting, last, with_module=with_module, dtype=dtype)
         seen = copy.deepcopy(model.state_dict())
         with optimizer.flushed_weights() if model_file == "flushed" else nullcontext():
