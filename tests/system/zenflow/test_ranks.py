@@ -33,7 +33,7 @@ TRIED = fast(["exact", "overlapped, partitioned"], all_of=[*CONFIGS, *(f"{name},
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    names = fast([*TRIED, "knobs"], all_of=[name for name in WORK if name != "sharded"])
+    names = fast([*TRIED, "no room"], all_of=[name for name in WORK if name != "sharded"])
     return results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.support.zenflow.rank_cases", names, RANKS)
 
 
