@@ -1,4 +1,4 @@
-"""The invariants on whatever device the model is on: the same cases run on the CPU here and on a GPU in tests/system/gpu."""
+"""The invariants on whatever device the model is on: the same cases run on the CPU and on a GPU (tests/system/gpu)."""
 
 from __future__ import annotations
 

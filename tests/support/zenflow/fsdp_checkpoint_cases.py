@@ -46,14 +46,14 @@ ALL_CASES = {
     "whole": Case(replace(OVERLAPPED, topk_ratio=0.2)),
 }
 """Saved in the middle of a window, with buckets in flight and a selection or a change of knobs pending."""
-CASES = fast({name: ALL_CASES[name] for name in ("overlapped", "mean")}, all_of=ALL_CASES)
+CASES = fast({"overlapped": ALL_CASES["overlapped"]}, all_of=ALL_CASES)
 WHOLE = ("whole",)
 """Not sharded where it is saved: each rank has all of it."""
 FLUSHED = ("mean",)
 """Saved while the model holds what a flush would make of it."""
 STOPS = fast((5,), all_of=(5, 7))
 """After which they are saved."""
-ON_FOUR = fast(("overlapped",), all_of=("overlapped", "mean"))
+ON_FOUR = ("overlapped", "mean")
 """Of these, runs of four ranks are saved too, of which one has no row of some weights."""
 GONE_ON = [(name, stop) for name in CASES for stop in (STOPS if name == "overlapped" else STOPS[-1:])]
 """What is taken up on other ranks."""

@@ -250,9 +250,7 @@ SCRIPTS: dict[str, Script] = {
     "held": _held,
     "accelerated": _accelerated,
 }
-TRIED = fast(
-    ["average", "clamped", "swapped", "evaluated", "gathered", "mixed", "handed on", "held"], all_of=list(SCRIPTS)
-)
+TRIED = fast(["average", "swapped", "gathered"], all_of=list(SCRIPTS))
 UNSHARDED = (_swapped, _mixed, _accelerated)
 """Those that shard the model themselves."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.oracle import ReferenceAdamW
-from tests.support.tiers import everything
+from tests.support.tiers import everything, fast
 from tests.support.zenflow.small import tokens_of
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Arrived, HostSpan, Mark, Transfer
@@ -56,7 +56,12 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=SETTINGS, ids=str)
+_ALIKE = ("zero_offload_pipelined", "one_step_late", "windows_waited_for")
+TRIED = fast([one for one in SETTINGS if one.name not in _ALIKE], all_of=SETTINGS)
+"""By day without those whose code another one runs as well."""
+
+
+@pytest.fixture(params=TRIED, ids=str)
 def setting(request: pytest.FixtureRequest) -> Setting:
     """Each of them."""
     value: Setting = request.param

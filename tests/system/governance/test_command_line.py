@@ -33,6 +33,7 @@ def profile_options() -> dict[str, str]:
     return {option.name: option.opts[0] for option in command.params if option.param_type_name == "option"}
 
 
+@pytest.mark.smoke
 def test_every_knob_has_a_flag_of_its_own_name_or_a_reason_for_none() -> None:
     knobs = {field.name for field in dataclasses.fields(ZenFlowConfig)}
     flags = profile_options()
@@ -41,6 +42,7 @@ def test_every_knob_has_a_flag_of_its_own_name_or_a_reason_for_none() -> None:
         assert flags[knob] == "--" + knob.replace("_", "-")
 
 
+@pytest.mark.smoke
 def test_help_lists_every_option_with_a_sentence() -> None:
     shown = subprocess.run(
         [sys.executable, "-c", "from zftune.cli.main import main; main()", "profile", "--help"],
@@ -63,6 +65,7 @@ def leaves(command: Any, name: str = "zftune") -> Iterator[tuple[str, Any]]:
         yield name, command
 
 
+@pytest.mark.smoke
 def test_json_goes_to_a_file_or_to_standard_output_whatever_the_command() -> None:
     found = {
         name: (option.metavar, option.help.endswith("'-': standard output."))
@@ -107,6 +110,7 @@ def test_json_without_a_file_tells_what_to_type() -> None:
     assert "No such option" in CliRunner().invoke(app, ["daemon", "open", "--json"]).stderr
 
 
+@pytest.mark.smoke
 def test_the_options_of_run_are_these() -> None:
     command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     own = {

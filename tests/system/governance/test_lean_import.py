@@ -62,11 +62,11 @@ def test_what_serves_deepspeed_loads_nothing_that_serves_other_scripts() -> None
 @pytest.mark.parametrize(
     ("statement", "unwanted"),
     [
-        ("import zenflow", RUNTIME_UNWANTED),
+        pytest.param("import zenflow", RUNTIME_UNWANTED, marks=pytest.mark.smoke),
         ("import zenflow.bandwidth, zenflow.distributed", RUNTIME_UNWANTED),
         ("import zftune", COMMAND_LINE_STACK),
         ("import zftune; zftune.attach", RUNTIME_UNWANTED - {"zftune"}),
-        (HELP, COMMAND_LINE_STACK),
+        pytest.param(HELP, COMMAND_LINE_STACK, marks=pytest.mark.smoke),
         ("import zftune.daemon.client.http", CLIENT_UNWANTED),
         ("import zftune.report.compare, zftune.report.trace", {"plotly"}),
         ("import zftune.cli.run, zftune.doctor.software", {"numpy", "sqlalchemy", "torch"}),
@@ -83,12 +83,14 @@ def test_the_probe_sees_what_it_looks_for() -> None:
     assert "sqlalchemy" in modules
 
 
+@pytest.mark.smoke
 def test_the_version_is_the_packages() -> None:
     from importlib.metadata import version
 
     assert version("zftune") == zftune.__version__
 
 
+@pytest.mark.smoke
 def test_typed_packages_and_native_module_are_installed() -> None:
     from importlib.resources import files
 
@@ -101,6 +103,7 @@ def test_typed_packages_and_native_module_are_installed() -> None:
         assert files(package).joinpath("py.typed").is_file()
 
 
+@pytest.mark.smoke
 def test_rigs_are_found_in_the_package() -> None:
     from importlib.resources import files
 
@@ -108,6 +111,7 @@ def test_rigs_are_found_in_the_package() -> None:
     assert packaged == {path.name for path in (ROOT / "zftune" / "rigs").glob("*.toml")} > {"host-bound.toml"}
 
 
+@pytest.mark.smoke
 def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
@@ -121,6 +125,7 @@ def test_every_dependency_is_pinned() -> None:
     assert names <= pinned
 
 
+@pytest.mark.smoke
 def test_all_brings_every_extra_but_that_of_developers() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["all"] == [f"zftune[{','.join(name for name in extras if name not in ('all', 'dev'))}]"]

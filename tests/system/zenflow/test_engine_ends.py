@@ -52,6 +52,7 @@ def held_up(**knobs: Any) -> Plain:
     return plain
 
 
+@pytest.mark.smoke
 def test_ending_with_windows_in_the_queue() -> None:
     threads = os_threads()
     plain = held_up()
@@ -64,6 +65,7 @@ def test_ending_with_windows_in_the_queue() -> None:
     plain.optimizer.abandon()
 
 
+@pytest.mark.smoke
 def test_closing_applies_what_is_queued() -> None:
     results = []
     for late_s in (0.0, 0.2):
@@ -268,7 +270,7 @@ SCRIPTS = {
                 optimizer.zero_grad()
     """,
 }
-NAMES = fast(["queued", "exception", "interrupt", "waiting daemon", "fork that uses it last"], all_of=list(SCRIPTS))
+NAMES = fast(["queued", "fork that uses it last"], all_of=list(SCRIPTS))
 CODES = {"exit": 7, "exception": 1, "interrupt": -2}
 GIVEN_UP = r"updates were given up at the end: the host did not do them in 0\.3 s\n"
 OUTPUTS = {
@@ -299,6 +301,7 @@ def ended() -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", NAMES)
 def test_a_process_ends_with_work_in_the_queue(name: str, ended: dict[str, tuple[int, str]]) -> None:
     assert name in ended, "it hangs"

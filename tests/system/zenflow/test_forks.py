@@ -159,6 +159,7 @@ def run() -> Iterator[Run]:
 # Memory.
 
 
+@pytest.mark.smoke
 def test_no_child_has_the_host_memory(run: Run) -> None:
     assert len(run.addresses()) > 8
     assert all(map(is_there, run.addresses()))
@@ -277,6 +278,7 @@ def test_workers_that_load_data_change_nothing(persistent: bool) -> None:
     assert all(bool(same_bits(a, b).all()) for a, b in zip(*finals, strict=True))
 
 
+@pytest.mark.smoke
 def test_children_that_end_it_or_use_it_change_nothing(run: Run) -> None:
     for _ in range(3):
         assert TOLD.fullmatch(child(run.optimizer.flush))
@@ -306,6 +308,7 @@ USES: dict[str, Callable[[ZenFlowAdamW], object]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["require", "off"])
 def test_a_child_that_uses_it_is_told(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZENFLOW_NATIVE", mode)
@@ -369,6 +372,7 @@ def test_a_finalizer_of_a_child_that_uses_it_is_told(run: Run) -> None:
     trainers[0].__class__.__del__ = lambda _: None  # type: ignore[method-assign]
 
 
+@pytest.mark.smoke
 def test_a_child_reads_weights_and_its_gradients_are_whole(run: Run) -> None:
     """Those of a pass in the child; what has left the parent during backward is not to be had there."""
     inputs = torch.ones(2, 7)
@@ -393,7 +397,8 @@ def test_a_child_reads_weights_and_its_gradients_are_whole(run: Run) -> None:
     run.optimizer.step()
 
 
-@pytest.mark.parametrize("setting", script_cases.SETTINGS, ids=str)
+@pytest.mark.smoke
+@pytest.mark.parametrize("setting", script_cases.TRIED, ids=str)
 def test_a_late_weight_arrives_before_the_fork(setting: script_cases.Setting) -> None:
     """The child has it, but not the threads that bring it."""
     run = script_cases.Run(seeded(Stack, depth=1), script_cases.ours(setting, with_module=True))

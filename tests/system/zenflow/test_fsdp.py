@@ -7,46 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.tiers import everything
+from tests.support.tiers import everything, fast
 from tests.support.zenflow.fsdp_cases import CASES, PARTITIONED, Odd, alone
 from tests.support.zenflow.rank_runs import Results, results_of_ranks
 
-RANKS = (2, 4, 8) if everything() else (2, 4)
-BEFORE_A_RELEASE = (
-    "accumulated",
-    "accumulated and said",
-    "adam",
-    "early",
-    "exact with a selection",
-    "not streamed",
-    "on the device",
-    "overlapped",
-    "sgd",
-    "twin flow",
-    "warm up",
-)
-BY_DAY = {
-    2: [
-        *(name for name in CASES if name not in BEFORE_A_RELEASE and not CASES[name].partitioned),
-        *(f"{name}, partitioned" for name in ("clipped", "scaled", "knobs")),
-    ],
-    # What is new are uneven and empty shards.
-    4: ["exact", "clipped", "zeroed", "exact, partitioned"],
-}
-
-
+RANKS = fast((4,), all_of=(2, 4, 8))
+"""By day with uneven and empty shards alone."""
+NAMES = fast(["exact", "clipped", "exact, partitioned"], all_of=list(CASES))
 WITHOUT_HOST_STATE = ("on the device", f"on the device{PARTITIONED}")
-
-
-def names_on(size: int) -> list[str]:
-    return list(CASES) if everything() else BY_DAY[size]
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
     more = {2: ["repeated", "rounded"], 4: ["with replicas"]}
-    names = names_on(request.param) + more.get(request.param, [])
+    names = [*NAMES, *(more.get(request.param, []) if everything() else [])]
     results = results_of_ranks(folder, "tests.support.zenflow.fsdp_cases", names, request.param)
     for result in results:
         for found in result.values():
@@ -57,7 +32,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def by_one() -> dict[str, dict[str, Any]]:
     """What one process finds, by the name of the case."""
-    names = dict.fromkeys(name.removesuffix(PARTITIONED) for size in RANKS for name in names_on(size))
+    names = dict.fromkeys(name.removesuffix(PARTITIONED) for name in NAMES)
     found = {name: alone(CASES[name]) for name in names}
     return found | {f"{name}{PARTITIONED}": one for name, one in found.items()}
 
@@ -70,14 +45,15 @@ def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][key], value, rtol=0.0, atol=1e-4, msg=lambda said: f"{key}: {said}")  # noqa: B023 - called at once
 
 
+@pytest.mark.smoke
 def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
-    for name in names_on(len(ranks)):
+    for name in NAMES:
         require_close(ranks[0][name], by_one[name])
         assert not any(result[name]["unbalanced"] for result in ranks)
 
 
 def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
-    for name in names_on(len(ranks)):
+    for name in NAMES:
         expected = torch.tensor(by_one[name]["moved"])[:-2]  # the sums of the last steps are not known yet
         first, *others = (torch.tensor(result[name]["moved"])[:-2] for result in ranks)
         assert all(torch.equal(first, one) for one in others)
@@ -89,8 +65,9 @@ def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: 
         assert name in WITHOUT_HOST_STATE or expected[1:].sum() > 0
 
 
+@pytest.mark.smoke
 def test_ranks_that_have_whole_parameters_have_the_same(ranks: Results) -> None:
-    for name in (name for name in names_on(len(ranks)) if CASES[name].partitioned):
+    for name in (name for name in NAMES if CASES[name].partitioned):
         for result in ranks[1:]:
             for key, value in ranks[0][name]["weights"].items():
                 assert torch.equal(result[name]["weights"][key], value), f"{name}: {key}"

@@ -46,6 +46,7 @@ def training(folder: Path) -> Iterator[list[fork_server.Forked]]:
         ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("moment", range(KILLS))
 def test_a_rank_that_is_killed_stopped_or_exhausted_ends_the_others_and_nothing_is_lost(
     moment: int, expected: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,12 +27,13 @@ TOLD = {
     "late": (AT + 2, r"HostEngineError: .* failed: a failure was injected", ELSEWHERE),
 }
 TOLD |= {f"{name}, partitioned": TOLD[name] for name in TOLD_BY_STEP}
+TRIED = fast(["missing gradient", "host that fails"], all_of=list(TOLD))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     results = results_of_ranks(
-        tmp_path_factory.mktemp("ranks"), "tests.support.zenflow.fsdp_failures", list(WORK), RANKS
+        tmp_path_factory.mktemp("ranks"), "tests.support.zenflow.fsdp_failures", fast(TRIED, all_of=list(WORK)), RANKS
     )
     for result in results:
         for found in result.values():
@@ -40,7 +41,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", TRIED)
 def test_all_ranks_are_told_in_the_same_step(ranks: Results, name: str) -> None:
     step, own, others = TOLD[name]
     for rank, result in enumerate(ranks):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.tiers import fast
 from tests.support.zenflow import fsdp_cases
 from tests.support.zenflow.fsdp_cases import OVERLAPPED, model_of, my_part, sharded
 from tests.support.zenflow.rank_runs import Results, results_of_ranks
@@ -218,11 +219,12 @@ WORK = {
     "on the host": say_of_host,
 }
 """What all ranks do together."""
+TRIED = fast(["overlapped", "overlapped again"], all_of=list(WORK))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    found = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.system.zenflow.test_fsdp_rigs", list(WORK), RANKS)
+    found = results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.system.zenflow.test_fsdp_rigs", TRIED, RANKS)
     for results in found:
         for result in results.values():
             assert "error" not in result, result["trace"]
@@ -263,12 +265,14 @@ def test_each_collective_is_told_apart(ranks: Results) -> None:
         assert comm_ms == pytest.approx(expected)
 
 
+@pytest.mark.smoke
 def test_gradients_leave_when_they_are_reduced(ranks: Results) -> None:
     for results in ranks:
         assert results["overlapped"]["copies"] > 0
         assert results["overlapped"]["early"] == 0
 
 
+@pytest.mark.smoke
 def test_simulated_ranks_repeat_to_the_last_digit(ranks: Results) -> None:
     for results in ranks:
         first, second = results["overlapped"], results["overlapped again"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tiers import fast
+from tests.support.tiers import everything, fast
 from tests.support.zenflow.fsdp_scripts import STEPS, TRIED, WORK
 from tests.support.zenflow.rank_runs import Results, results_of_ranks
 
@@ -15,9 +15,10 @@ RANKS = fast(2, all_of=3)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     module, alone = "tests.support.zenflow.fsdp_scripts", [name for name in WORK if name != "accelerated"]
-    results = results_of_ranks(tmp_path_factory.mktemp("ranks"), module, alone, RANKS)
-    if names := [name for name in WORK if name not in alone]:
-        under = results_of_ranks(tmp_path_factory.mktemp("accelerate"), module, names, RANKS, with_accelerate=True)
+    results = results_of_ranks(tmp_path_factory.mktemp("ranks"), module, fast(TRIED, all_of=alone), RANKS)
+    if everything():
+        folder = tmp_path_factory.mktemp("accelerate")
+        under = results_of_ranks(folder, module, ["accelerated"], RANKS, with_accelerate=True)
         for result, more in zip(results, under, strict=True):
             result.update(more)
     for result in results:
@@ -26,6 +27,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRIED)
 def test_a_script_finds_what_torch_would_have_made(ranks: Results, name: str) -> None:
     for result in ranks:

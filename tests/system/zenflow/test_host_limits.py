@@ -16,6 +16,10 @@ from zenflow.host.limits import Bound, Claim, available_host_bytes, first_fittin
 GIB = 1 << 30
 
 
+# What follows takes two seconds; most of it is of files that a test writes.
+pytestmark = pytest.mark.smoke
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)

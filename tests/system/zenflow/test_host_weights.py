@@ -5,24 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.tiers import everything
+from tests.support.tiers import fast
 from tests.support.zenflow.host_weights_cases import CASES, FOLDER
 from tests.support.zenflow.rank_runs import Results, results_of_ranks
 
-RANKS = (1, 2, 4) if everything() else (1, 2)
-BY_DAY = {1: ["exact"], 2: ["knobs", "rounded"], 4: ["late", "knobs"]}  # of four, one has no row of a weight
-ON_TWO = ["as torch", "saved", "waited for", "at all speeds", "said", *(["exchanged"] if everything() else [])]
+RANKS = fast((2,), all_of=(1, 2, 4))
+ON_TWO = ["as torch", "saved", "waited for", "at all speeds", "said", "exchanged"]
 
 
 def cases_on(size: int) -> list[str]:
     """Of those that have a counterpart on the device."""
-    return [*CASES, "rounded", "sharded later"] if everything() and size < 4 else BY_DAY[size]
+    if size == 4:  # one has no row of a weight
+        return ["late", "knobs"]
+    return fast(["knobs"], all_of=[*CASES, "rounded", "sharded later"])
 
 
 @pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    names = [*cases_on(size), *(ON_TWO if size == 2 else ["saved"] if everything() else [])]
+    names = [*cases_on(size), *fast(["as torch"], all_of=ON_TWO if size == 2 else ["saved"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(tmp_path_factory.mktemp("checkpoints")))
         results = results_of_ranks(folder, "tests.support.zenflow.host_weights_cases", names, size)
@@ -36,6 +37,7 @@ def require_equal(rows: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     torch.testing.assert_close(rows, expected, rtol=0.0, atol=0.0)
 
 
+@pytest.mark.smoke
 def test_they_are_what_weights_on_the_device_are_to_the_bit(ranks: Results) -> None:
     for result in ranks:
         for name in cases_on(len(ranks)):
@@ -46,6 +48,7 @@ def test_they_are_what_weights_on_the_device_are_to_the_bit(ranks: Results) -> N
             assert not host["unbalanced"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_exact_is_adamw_of_torch(ranks: Results) -> None:
     for result in ranks:
@@ -58,7 +61,7 @@ def test_torchs_adamw_goes_on_from_their_state(ranks: Results) -> None:
         assert max(result["exchanged"]["differences"]) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", RANKS if everything() else [2], indirect=True)
+@pytest.mark.parametrize("ranks", RANKS, indirect=True)
 def test_a_saved_run_goes_on_to_the_bit_on_host_and_device(ranks: Results) -> None:
     for result in ranks:
         found = result["saved"]

@@ -41,6 +41,7 @@ def said(script: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.smoke
 def test_those_of_the_cpu_import_no_triton() -> None:
     script = BEGIN + "show(CPU, ''); show(CPU, 'auto'); show(CPU, 'eager'); show(GPU, 'eager'); show(GPU, 'fast')\n"
     refused = "ZENFLOW_KERNELS is 'fast'; it must be auto or eager or native or triton"
@@ -59,6 +60,7 @@ def test_without_triton_they_are_eager_everywhere() -> None:
 WITHOUT_NATIVE = "import sys; sys.modules['zenflow._native'] = None\n"
 
 
+@pytest.mark.smoke
 def test_without_the_native_module_they_are_eager_on_the_cpu() -> None:
     script = WITHOUT_NATIVE + BEGIN + "show(CPU, ''); show(CPU, 'native')"
     name, refused = said(script)
@@ -68,6 +70,7 @@ def test_without_the_native_module_they_are_eager_on_the_cpu() -> None:
     )
 
 
+@pytest.mark.smoke
 def test_the_native_module_can_be_off_or_required() -> None:
     off = ["eager", "ZENFLOW_KERNELS is 'native'; it must be auto or eager: ZENFLOW_NATIVE is 'off'"]
     assert said(BEGIN + "show(CPU, ''); show(CPU, 'native')", ZENFLOW_NATIVE="off") == off

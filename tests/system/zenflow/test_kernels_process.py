@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from tests.support import forked
-from tests.support.tiers import fast
 
 BEGIN = """
 import os, sys, threading, time
@@ -41,7 +40,7 @@ def helpers(wanted):
     return False
 """
 MAKE = "one, other = NativeKernels(load_native()), NativeKernels(load_native())\n"
-FORKS = fast(2, all_of=5)
+FORKS = 5
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 
 
@@ -57,11 +56,13 @@ def said(script: str, before: str = "", *, started: bool = False) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.smoke
 @needs_proc
 def test_all_kernels_of_a_process_share_the_threads() -> None:
     assert said("print(helpers(0), update(one), helpers(3), update(other), helpers(3))") == ["True True True True True"]
 
 
+@pytest.mark.smoke
 @needs_proc
 def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """

@@ -72,6 +72,7 @@ def outcome() -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("number", range(4), ids=["k", "ratio", "interval", "group"])
 def test_a_change_that_does_not_fit_is_refused_with_both_figures(outcome: Any, number: int) -> None:
     assert "needs" in (outcome["found"][number] or "")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.tiers import fast
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from tests.support.zenflow.simulated_tensor import inner_of
 from zenflow import ZenFlowAdamW, ZenFlowConfig
@@ -98,8 +99,12 @@ def launches_a_step(gpu: SimulatedCuda, knobs: dict[str, Any], weights: int, *, 
     return given(gpu, "step") / AUTO_SELECT_INTERVAL - alone
 
 
+LAUNCHED = fast([("default", False)], all_of=[*((name, False) for name in CASES), ("default", True)])
+
+
+@pytest.mark.smoke
 @pytest.mark.simulated_cuda(kernels="triton", arrival=1.0)
-@pytest.mark.parametrize(("name", "clips"), [*((name, False) for name in CASES), ("default", True)])
+@pytest.mark.parametrize(("name", "clips"), LAUNCHED)
 def test_launches_of_a_step(gpu: SimulatedCuda, name: str, clips: bool) -> None:
     sizes = (2, 4, 8)
     launches = {weights: launches_a_step(gpu, CASES[name], weights, clips=clips) for weights in sizes}

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from tests.support.tiers import fast
 from tests.support.zenflow.rank_cases import (
     AUTO,
     BATCH,
@@ -27,14 +28,17 @@ from tests.support.zenflow.rank_cases import (
 from tests.support.zenflow.rank_runs import Results, results_of_ranks
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 
+TRIED = fast(["exact", "overlapped, partitioned"], all_of=[*CONFIGS, *(f"{name}, partitioned" for name in PARTITIONED)])
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    names = [name for name in WORK if name != "sharded"]
+    names = fast([*TRIED, "no room"], all_of=[name for name in WORK if name != "sharded"])
     return results_of_ranks(tmp_path_factory.mktemp("ranks"), "tests.support.zenflow.rank_cases", names, RANKS)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *(f"{name}, partitioned" for name in PARTITIONED)])
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", TRIED)
 def test_two_ranks_are_one_with_the_whole_batch(ranks: Results, name: str) -> None:
     first, second = (results[name] for results in ranks)
     assert "error" not in first, first
@@ -67,6 +71,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Results) -> None:
         assert results["overflow"] == {"same": True, "moved": True}
 
 
+@pytest.mark.smoke
 def test_knobs_change_on_all_ranks_or_on_none(ranks: Results) -> None:
     first, second = (results["no room"] for results in ranks)
     assert first == {"said": "another rank failed at this, see its own message; nothing has changed here", "kept": 0.3}

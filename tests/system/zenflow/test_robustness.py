@@ -48,6 +48,7 @@ class StepsInterrupted(CpuDevice):
         return super().d2h(source, target)
 
 
+@pytest.mark.smoke
 def test_a_step_that_was_interrupted_half_way_is_not_built_on() -> None:
     weights, device = weights_of(), StepsInterrupted()
     optimizer = ZenFlowAdamW(weights, config=WINDOWS, device=device)
@@ -63,6 +64,7 @@ def test_a_step_that_was_interrupted_half_way_is_not_built_on() -> None:
     assert "zenflow-host" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.smoke
 def test_inference_mode_around_step_and_flush_changes_nothing() -> None:
     results = []
     for inference in (True, False):
@@ -81,6 +83,7 @@ def test_inference_mode_around_step_and_flush_changes_nothing() -> None:
         assert bool(same_bits(ours.detach(), theirs.detach()).all())
 
 
+@pytest.mark.smoke
 def test_parameters_that_are_views_of_one_tensor_are_trained_like_others() -> None:
     apart = weights_of()
     flat = torch.cat([weight.detach().flatten() for weight in apart])
@@ -99,6 +102,7 @@ def channels_last(value: Tensor) -> Tensor:
     return value.to(memory_format=torch.channels_last)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -136,6 +140,7 @@ def test_a_parameter_of_another_form_is_refused(changed: Callable[[Tensor], Tens
     torch.testing.assert_close(weight, plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
 def test_an_optimizer_is_not_copied(copies: Callable[[Any], Any]) -> None:
     optimizer = ZenFlowAdamW(weights_of(), config=WINDOWS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked
+from tests.support.tiers import fast
 from tests.support.zenflow.rank_runs import results_of_ranks
 from tests.support.zenflow.sharded_cases import SHARDED
 
@@ -21,6 +22,7 @@ torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=
 print(json.dumps(what_is_said()))
 torch.distributed.destroy_process_group()
 """
+RANKS = fast((1,), all_of=(1, 2))
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -30,7 +32,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, A
     script = ALONE.format(store=tmp_path_factory.mktemp("alone") / "store")
     done = forked.run(script, environment={**LOOPBACK, **os.environ}, warnings="ignore")
     assert done.returncode == 0, done.stderr
-    return {1: [json.loads(done.stdout)], 2: _on_two(tmp_path_factory.mktemp("two"))}
+    alone = {1: [json.loads(done.stdout)]}
+    return alone | ({2: _on_two(tmp_path_factory.mktemp("two"))} if 2 in RANKS else {})
 
 
 def _on_two(folder: Path) -> list[dict[str, Any]]:
@@ -38,8 +41,9 @@ def _on_two(folder: Path) -> list[dict[str, Any]]:
     return [one["sharded"] for one in results]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_sharded_parameters_are_refused_and_left_alone(
     said: dict[int, list[dict[str, Any]]], ranks: int, name: str
 ) -> None:
@@ -52,7 +56,7 @@ def test_sharded_parameters_are_refused_and_left_alone(
         assert (found["kept"], found["groups"]) == (True, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_torch_is_named_that_is_too_old_for_sharded_parameters(
     said: dict[int, list[dict[str, Any]]], ranks: int
 ) -> None:

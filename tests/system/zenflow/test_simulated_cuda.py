@@ -23,6 +23,7 @@ class TestOnTheSimulatedGpu(GpuCases):
     def device(self) -> torch.device:
         return torch.device("privateuseone", 0)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize(("topk", "ratio"), fast([(0.2, 0.5)], all_of=[(0.0, 1.0), (0.2, 0.5), (1.0, 0.0)]))
     def test_i1_synchronous_is_adamw(self, device: torch.device, topk: float, ratio: float) -> None:
         super().test_i1_synchronous_is_adamw(device, topk, ratio)
@@ -31,10 +32,12 @@ class TestOnTheSimulatedGpu(GpuCases):
     def test_i2_repeats_bitwise_with_other_threads(self, device: torch.device, name: str) -> None:
         super().test_i2_repeats_bitwise_with_other_threads(device, name)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("name", fast(["part"], all_of=[name for name in KNOBS if name != "auto"]))
     def test_i2_is_the_reference(self, device: torch.device, name: str) -> None:
         super().test_i2_is_the_reference(device, name)
 
+    @pytest.mark.smoke
     @pytest.mark.parametrize("saved_after", fast([4], all_of=[1, 4, 5]))
     @pytest.mark.parametrize("name", fast(["windows"], all_of=list(KNOBS)))
     def test_i3_goes_on_from_a_checkpoint(self, device: torch.device, name: str, saved_after: int) -> None:
@@ -44,12 +47,14 @@ class TestOnTheSimulatedGpu(GpuCases):
     def test_i5_accumulation_is_the_sum(self, device: torch.device, stream: bool) -> None:
         super().test_i5_accumulation_is_the_sum(device, stream)
 
-    @pytest.mark.parametrize("name", fast(["windows", "zero-offload"], all_of=list(KNOBS)))
+    @pytest.mark.smoke
+    @pytest.mark.parametrize("name", fast(["zero-offload"], all_of=list(KNOBS)))
     def test_step_does_not_synchronise_the_device(self, device: torch.device, name: str) -> None:
         super().test_step_does_not_synchronise_the_device(device, name)
 
 
-@pytest.mark.parametrize("name", fast(["mean", "whole"], all_of=list(KNOBS)))
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", fast(["mean"], all_of=list(KNOBS)))
 @pytest.mark.simulated_cuda(arrival=0.0)
 def test_copies_as_late_as_they_can_be_change_no_bit(gpu: SimulatedCuda, name: str) -> None:
     cases = RuntimeCases()
@@ -92,6 +97,7 @@ def test_a_stream_of_the_users_own_changes_no_bit(gpu: SimulatedCuda, step_elsew
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.smoke
 @pytest.mark.simulated_cuda(arrival=0.0)
 def test_a_user_who_does_not_wait_for_it_is_found(gpu: SimulatedCuda) -> None:
     trained_on_streams(gpu, step_elsewhere=True, waits=False)
@@ -102,6 +108,7 @@ def test_a_user_who_does_not_wait_for_it_is_found(gpu: SimulatedCuda) -> None:
 # What is counted.
 
 
+@pytest.mark.smoke
 def test_launches_copies_and_events_are_counted_by_part(gpu: SimulatedCuda) -> None:
     one = torch.ones(6, 4).to(gpu.device)
     with gpu.part("kernels") as kernels:

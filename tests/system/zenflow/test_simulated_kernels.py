@@ -20,6 +20,7 @@ def test_nothing_waits_for_the_device() -> None:
     GpuKernelCases().test_nothing_waits_for_the_device(kernels_for(DEVICE), DEVICE)
 
 
+@pytest.mark.smoke
 @pytest.mark.simulated_cuda(arrival=0.0, kernels="triton")
 def test_a_training_with_them_is_that_of_the_eager_ones(gpu: SimulatedCuda) -> None:
     cases = RuntimeCases()

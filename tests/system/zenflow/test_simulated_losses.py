@@ -42,6 +42,7 @@ def test_the_agent_copies_a_loss_and_reads_it_when_its_step_is_over(gpu: Simulat
     assert counts.waits.total() == 0, counts
 
 
+@pytest.mark.smoke
 @pytest.mark.simulated_cuda
 def test_a_loss_on_another_stream_is_left_out(gpu: SimulatedCuda) -> None:
     losses = StepLosses(DeviceEvents(CudaDevice(gpu.device)).on_compute_stream)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.tiers import fast
 from tests.support.zenflow.device_cases import HYPER, KNOBS, WINDOWS, RuntimeCases, loss_of, model_on
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from zenflow import UnsupportedError, ZenFlowAdamW, ZenFlowConfig, device
@@ -55,8 +56,9 @@ def by_dropping_gradients(optimizer: ZenFlowAdamW, model: torch.nn.Module) -> No
 WAYS = {"knobs": by_knobs, "end": by_its_end, "checkpoint": by_a_checkpoint, "dropped gradients": by_dropping_gradients}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", fast(["knobs"], all_of=list(WAYS)))
 def test_memory_is_unregistered_when_no_copy_uses_it_any_more(gpu: SimulatedCuda, way: str, waits: bool) -> None:
     unregister = device._unregister
 
@@ -78,6 +80,7 @@ def test_memory_is_unregistered_when_no_copy_uses_it_any_more(gpu: SimulatedCuda
 # Refused.
 
 
+@pytest.mark.smoke
 def test_memory_that_the_driver_does_not_pin_changes_no_bit(gpu: SimulatedCuda) -> None:
     """And no launch finds what the failed call has left; one warning says that copies make training wait."""
     gpu.most_registered_bytes = 0

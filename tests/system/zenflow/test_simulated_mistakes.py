@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.tiers import fast
 from tests.support.zenflow.device_cases import HYPER, KNOBS, WINDOWS, RuntimeCases, loss_of, model_on
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from tests.support.zenflow.simulated_order import Stream
@@ -110,7 +111,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", fast([*MISTAKES][:2], all_of=list(MISTAKES)))
 def test_a_mistake_is_found(gpu: SimulatedCuda, name: str) -> None:
     mistake = MISTAKES[name]
     with contextlib.ExitStack() as planted, contextlib.suppress(Exception):
@@ -150,6 +152,7 @@ def arrives_late(gpu: SimulatedCuda, *, forgets: bool) -> bool:
     return found
 
 
+@pytest.mark.smoke
 def test_a_gradient_that_is_forgotten_before_it_arrived(gpu: SimulatedCuda) -> None:
     """Where it was to arrive, the host may write at once: its copy has been waited for."""
     assert not arrives_late(gpu, forgets=False)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked
-from tests.support.tiers import VARIABLE, everything, fast
+from tests.support.tiers import VARIABLE
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton cannot be imported here")
 
@@ -62,7 +62,7 @@ def counted(script: str) -> Any:
 PART: dict[str, Any] = {"max_grad_norm": 0.5, "offload_ratio": 0.66}
 
 
-@pytest.mark.parametrize("knobs", fast([PART], all_of=[{}, PART]))
+@pytest.mark.parametrize("knobs", [{}, PART])
 def test_a_training_compiles_few_and_none_once_it_has_reselected(knobs: dict[str, Any]) -> None:
     every = {"topk_ratio": 0.2, "update_interval": 2, "select_interval": 2, **knobs}
     found = counted(f"KNOBS = {every}\n{TRAINING}")
@@ -106,7 +106,6 @@ class TestCounted(Cases):
 """
 
 
-@pytest.mark.skipif(not everything(), reason="before a release: all cases in PyTorch")
 def test_the_cases_of_a_gpu_compile_few_and_they_compile(tmp_path: Path) -> None:
     """Each takes up to half a second there, of minutes. The cases of a day; every fifth variant for an architecture."""
     file = tmp_path / "test_counted.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import typer.main
 
-from tests.support import fork_server, upstream_ops
 from tests.support.governance.documents import PAGES, ROOT, Block, blocks, commands, links, prose
 from tools.reference_pages import json_schemas, makers
 from zenflow import ZenFlowConfig
@@ -37,8 +34,6 @@ OTHERS = ("cp", "export", "kubectl", "pip", "sbatch", "systemctl")
 """Programs that are not ours."""
 LAUNCHERS = ("accelerate", "deepspeed", "python", "torchrun")
 PROGRAMS = ("zftune", "make", *LAUNCHERS, *OTHERS)
-BY_DAY = ("check", "doctor")
-"""Commands of zftune that are quick enough to be run by day; before a release all of them are."""
 ALL = [block for page in PAGES for block in blocks(page)]
 SHELL = [block for block in ALL if block.language == "sh"]
 
@@ -60,20 +55,6 @@ def test_a_block_is_run_or_gives_a_reason(page: Path) -> None:
     assert len(fences) == 2 * sum(block.mark != "hidden" for block in blocks(page)), "a fence that is not seen here"
     indented = re.findall(rf"^ {{4,}}(?:{'|'.join(PROGRAMS)}) .*", prose(page), re.MULTILINE)
     assert not indented, "code that is indented is not seen here: put it between fences"
-
-
-def pages_with(language: str) -> list[Path]:
-    """Those with a block that is run."""
-    return [page for page in PAGES if any(one.language == language and not one.mark for one in blocks(page))]
-
-
-@pytest.mark.parametrize("page", pages_with("python"), ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    parts = [block.text for block in blocks(page) if block.language == "python" and block.mark in ("", "hidden")]
-    code = "\n".join(["import warnings; warnings.simplefilter('error')", *parts])
-    env = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}
-    result = fork_server.run(["-c", code], cwd=tmp_path, env=env)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block.language == "json"], ids=place)
@@ -140,59 +121,6 @@ def check_ours(words: list[str], where: str) -> None:
     assert not wrong, f"{where}: zftune {' '.join(words)} has no {wrong}"
     unknown = own[:1] if getattr(command, "commands", {}) and own[:1] not in ([], ["COMMAND"]) else []
     assert not unknown or unknown[0].startswith("-"), f"{where}: there is no zftune {' '.join(words)}"
-
-
-def fast() -> Iterator[Any]:
-    for block in SHELL:
-        for words in commands(block) if not block.mark else ():
-            if words[:1] == ["zftune"] and words[1] in BY_DAY:
-                yield pytest.param(words, id=f"{block.place}-{' '.join(words)}")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """What commands of the documents find: the examples, a training script, a ds_config."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    shutil.copy(ROOT / "examples" / "plain_pytorch.py", tmp_path / "train.py")
-    shutil.copy(ROOT / "examples" / "ds_config.json", tmp_path / "ds_config.json")
-    return tmp_path
-
-
-@pytest.mark.parametrize("words", list(fast()))
-def test_quick_commands_run(words: list[str], folder: Path) -> None:
-    result = fork_server.zftune(*words[1:], cwd=folder, env={**os.environ, "ZFTUNE_DB": str(folder / "zftune.db")})
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.parametrize("page", pages_with("sh"), ids=lambda page: str(page.relative_to(ROOT)))
-def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
-    programs = folder / "bin"
-    programs.mkdir()
-    for name, code in (
-        ("zftune", fork_server.MAIN),
-        ("python", None),
-        ("torchrun", "from torch.distributed.run import main; main()"),
-    ):
-        begin = f"exec {sys.executable}" if code is None else f"exec {sys.executable} -c '{code}'"
-        (programs / name).write_text(f'#!/bin/sh\n{begin} "$@"\n', encoding="utf-8")
-        (programs / name).chmod(0o755)
-    script = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
-    result = subprocess.run(
-        ["bash", "-euxc", script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            **upstream_ops.environment(),  # or DeepSpeed compiles for minutes
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "HOME": str(folder),
-            "ZFTUNE_DB": str(folder / "zftune.db"),
-            "ZFTUNE_SOCKET": str(folder / "zftune.sock"),
-        },
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------
@@ -279,17 +207,6 @@ def test_the_tree_of_the_architecture_is_that_of_the_checkout() -> None:
             assert folder.is_dir(), folder
         for name in re.findall(r"\b[a-z_]+\.py\b", line):
             assert (folder / name).is_file(), folder / name
-
-
-def test_each_step_of_the_setup_says_what_it_does_and_how_long_that_takes() -> None:
-    shown = subprocess.run(
-        ["make", "--dry-run", "--always-make", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    long = [place for place, line in enumerate(shown) if re.search(r"-m (venv|pip) ", line)]
-    assert len(long) == 3
-    for number, place in enumerate(long, 1):
-        told = next(line for line in reversed(shown[:place]) if line.startswith("echo "))
-        assert re.match(rf'echo "setup {number}/3: .+ \(.*(second|minute)', told), told
 
 
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.support import forked
 from zenflow import bandwidth
 from zenflow.bandwidth import host_bandwidth
 from zenflow.errors import ConfigError
@@ -102,21 +100,3 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, object], sentence: 
         host_bandwidth(**arguments)  # type: ignore[arg-type]
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif("libtsan" in os.environ.get("LD_PRELOAD", ""), reason="ThreadSanitizer needs memory itself")
-def test_threads_that_cannot_be_started() -> None:
-    # Room for some of the stacks, not for all: those that did start must be let go, and nothing may hang.
-    script = """
-import resource
-from zenflow import _native, bandwidth, errors
-pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
-try:
-    bandwidth.host_bandwidth(elements=10_000, threads=4096, repeats=1)
-except errors.HostEngineError as error:
-    raise SystemExit(f"refused: {error}")
-"""
-    done = forked.run(script)
-    assert done.returncode == 1
-    assert "refused: host_bandwidth could not run 4096 threads: " in done.stderr

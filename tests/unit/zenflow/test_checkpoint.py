@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ import torch
 from hypothesis import event, given, note, reject
 from torch import Tensor, nn
 
-from tests.support import forked
 from tests.support.tiers import fast, repeated
-from tests.support.zenflow.cases import Case, Make, Session, Trace, Transfer, assert_same, case_of, run
+from tests.support.zenflow.cases import Case, Make, Session, Transfer, assert_same, case_of, run
 from tests.support.zenflow.checkpoint_cases import (
     Place,
     Stop,
@@ -27,15 +25,13 @@ from tests.support.zenflow.checkpoint_cases import (
     draw_eventful,
     draw_stops,
     eventful,
-    process_case,
     run_with_stops,
-    save_session,
 )
 from tests.support.zenflow.family_cases import OTHERS, OURS, REFERENCE
 from tests.support.zenflow.knob_cases import draw_knobs, live_knobs, merged, with_auto
 from tests.support.zenflow.rule_cases import NAMES
 from tests.unit.zenflow.test_invariants import RANDOMS, thorough
-from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import ConfigError, ZenFlowConfig
 
 PLACES: tuple[Place, ...] = ("at once", "before", "after")
 
@@ -85,7 +81,7 @@ def test_i3_with_a_change_of_knobs_pending(step: int) -> None:
         case = case_of(80 + seed, steps=12, topk_ratio=0.3, offload_ratio=1.0, update_interval=3, apply_lag=None)
         case = merged(case, [(step, "knobs", knobs)])
         expected = run(case, OURS[case.rule])
-        for place in PLACES:
+        for place in fast(PLACES[seed:][:1], all_of=PLACES):
             assert_same(case, run_with_stops(case, [(step, place)]), expected)
 
 
@@ -109,29 +105,6 @@ def test_i3_through_distributed_checkpoints(seed: int) -> None:
     stops = draw_stops(random.Random(seed), case)
     trace = run_with_stops(case, stops, by_distributed_checkpoint)
     assert_same(case, trace, run(case, OURS[case.rule]))
-
-
-def test_i3_in_a_fresh_process(tmp_path: Path) -> None:
-    seed, step = 6, 7
-    case = process_case(seed)
-    assert {kind for _, kind, _ in case.between} == {"knobs", "join"}
-    session = Session(case, ZenFlowAdamW)
-    session.do_what_is_due()
-    for _ in range(step):
-        if session.step:
-            session.do_what_is_due()
-        session.make_step()
-    save_session(session, tmp_path / "saved.pt")
-    before = len(session.trace)
-    session.do_what_is_due()
-    while session.step < case.steps:
-        session.make_step()
-        session.do_what_is_due()
-    arguments = (seed, str(tmp_path / "saved.pt"), str(tmp_path / "trace.pt"))
-    done = forked.run(f"from tests.support.zenflow.checkpoint_cases import go_on_into; go_on_into(*{arguments!r})")
-    assert done.returncode == 0, done.stderr
-    trace: Trace = torch.load(tmp_path / "trace.pt", weights_only=True)
-    assert_same(case, trace, session.end()[before:])
 
 
 @pytest.mark.parametrize("seed", range(repeated(12)))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
+from tests.support.tiers import repeated
 from tests.support.zenflow.machine import Machine
 from zenflow import ConfigError
 from zenflow.host.cores import (
@@ -226,7 +227,7 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], sentence: str
 # Any machine.
 
 
-@settings(deadline=None)
+@settings(max_examples=repeated(100), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_any_machine(tmp_path_factory: pytest.TempPathFactory, rng: random.Random) -> None:
     machine = Machine(tmp_path_factory.mktemp("machine"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support.oracle import ReferenceAdamW
-from tests.support.tiers import fast, repeated
+from tests.support.tiers import combinations, fast, repeated
 from tests.support.zenflow.cases import (
     FIXED_CASES,
     Case,
@@ -75,11 +75,9 @@ def test_i1_knobs_of_the_split_do_not_matter_to_a_bit(rule: str) -> None:
     base = case_of(4, rule=rule, steps=12, grads_depend_on_weights=True, flush_after=frozenset(), **SYNC)
     knobs: dict[str, Any] = {"topk_ratio": 0.0, "offload_ratio": 0.0, "select_interval": 1, "bucket_bytes": 64_000_000}
     plain = run(base, OURS[rule], config=replace(base.config, **knobs))
-    for topk_ratio in (0.0, 0.4, 1.0):
-        for offload_ratio in (0.3, 1.0):
-            for bucket_bytes in (1, 100):
-                knobs = {"topk_ratio": topk_ratio, "offload_ratio": offload_ratio, "bucket_bytes": bucket_bytes}
-                assert_same(base, run(base, OURS[rule], config=replace(base.config, **knobs)), plain)
+    for values in combinations(topk_ratio=(0.0, 0.4, 1.0), offload_ratio=(0.3, 1.0), bucket_bytes=(1, 100)):
+        knobs = dict(zip(("topk_ratio", "offload_ratio", "bucket_bytes"), values, strict=True))
+        assert_same(base, run(base, OURS[rule], config=replace(base.config, **knobs)), plain)
 
 
 # I2: with windows, overlap, lag and reselection the weights are the reference's, bit for bit, after every step.
@@ -100,9 +98,9 @@ def test_i2_equals_the_reference_on_fixed_cases(seed: int) -> None:
     check_against_reference(case_of(seed))
 
 
-@pytest.mark.parametrize("seed", range(repeated(20)))
-@pytest.mark.parametrize("rule", OTHERS)
-@pytest.mark.parametrize("native", ["require", "off"])
+@pytest.mark.parametrize(
+    ("native", "rule", "seed"), combinations(native=["require", "off"], rule=OTHERS, seed=range(repeated(20)))
+)
 def test_i2_equals_the_reference_on_either_engine(
     native: str, rule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +118,7 @@ def test_i2_adamw_equals_the_reference_without_the_native_engine(seed: int, monk
 @pytest.mark.parametrize("mode", ["replay", "mean"])
 @pytest.mark.parametrize("interval", range(1, 8))
 def test_i2_for_every_window_and_lag(interval: int, mode: str) -> None:
-    for lag in range(1, interval + 1):
+    for lag in fast({1, interval}, all_of=range(1, interval + 1)):
         fixed = {"update_interval": interval, "apply_lag": lag, "deferred_update": mode, "overlap_step": True}
         check_against_reference(case_of(100 * interval + lag, steps=3 * interval + 2, topk_ratio=0.3, **fixed))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.support.tiers import combinations, repeated
+from tests.support.tiers import combinations, fast, repeated
 from tests.support.zenflow.cases import case_of, run
 from zenflow import CpuDevice, StepStats, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import HostSpan, Mark, Transfer
@@ -143,8 +144,13 @@ KNOBS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("knobs", KNOBS, ids=lambda knobs: f"S{knobs['update_interval']}k{knobs['topk_ratio']}")
+@pytest.mark.parametrize(
+    ("knobs", "dtype"),
+    fast(
+        [(knobs, (torch.float32, torch.bfloat16)[number % 2]) for number, knobs in enumerate(KNOBS)],
+        all_of=list(product(KNOBS, (torch.float32, torch.bfloat16))),
+    ),
+)
 def test_no_byte_is_uncounted(knobs: dict[str, Any], dtype: torch.dtype) -> None:
     """Indices that go to the device are not copied by a `CpuDevice`, nor counted there; everything else is both."""
     device = CountingDevice()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.oracle import ReferenceAdamW
-from tests.support.upstream_ops import ROOT
 from tests.support.zenflow.script_cases import (
     SETTINGS,
     Run,
@@ -552,25 +548,3 @@ def test_what_cannot_be_applied_when_an_optimizer_is_dropped_is_told(caplog: pyt
     assert [record.getMessage()[:60] for record in caplog.records] == [
         "updates were given up at the end: parameter embedding.weight"
     ]
-
-
-def test_the_end_of_the_process_leaves_nothing_pending(tmp_path: Path) -> None:
-    """For what an earlier exit handler saves, which is called later."""
-    script = """
-        import atexit
-        import sys
-        import torch
-        from tests.support.zenflow.script_cases import SETTINGS, Run, ours
-        from tests.support.zenflow.small import Stack, seeded
-
-        setting = next(one for one in SETTINGS if one.name == "windows")
-        atexit.register(lambda: torch.save([run.model.state_dict(), alone.model.state_dict()], sys.argv[1]))
-        run, alone = (Run(seeded(Stack, depth=1), ours(setting, with_module=True)) for _ in range(2))
-        run.train(6)
-        alone.train(6)
-        alone.optimizer.close()
-    """
-    saved = tmp_path / "saved.pt"
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), saved], cwd=ROOT, check=True)
-    run, alone = torch.load(saved, weights_only=True)
-    assert all(torch.equal(run[name], alone[name]) for name in alone)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import queue
 import signal
 import threading
@@ -233,23 +232,6 @@ def test_a_finalizer_may_put_and_set_wherever_it_runs(clock: SimulatedClock) -> 
     finally:
         gc.set_threshold(700, 10, 10)
     assert not worker.is_alive()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_child_can_end_its_copy(clock: SimulatedClock) -> None:
-    items = clock.queue("items")
-    thread = clock.thread(items.get, "worker")
-    thread.start()
-    clock.sleep(1)
-    child = os.fork()
-    if not child:
-        items.put(None)
-        thread.join()
-        clock.close()
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    items.put(None)
-    thread.join()
 
 
 @pytest.mark.parametrize("outside", [False, True])

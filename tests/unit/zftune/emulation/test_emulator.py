@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support.tiers import combinations
 from tests.support.zenflow.small import Flat, Stack, assert_same_run, seeded, tokens_of, train
 from zenflow import HostEngineError, ZenFlowConfig
-from zenflow.clock import REAL_CLOCK, Clock
+from zenflow.clock import Clock, RealClock
 from zenflow.device import HostSpan, Transfer
 from zftune.emulation import EmulatedAccelerator, EmulatedMemory, Rig
 
@@ -163,20 +163,37 @@ def test_kernels_of_the_runtime_are_charged() -> None:
 # (c) Late segments, by the machine's clock.
 
 
-class Sleepy(nn.Module):
+class Hurried(RealClock):
+    """The machine's clock, which is put forward where it would be waited for."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead_s
+
+    def sleep_until(self, moment_s: float) -> None:
+        self.ahead_s += max(0.0, moment_s - self.now())
+
+
+class Slow(nn.Module):
     """Takes longer than any pad."""
 
+    def __init__(self, clock: Hurried) -> None:
+        super().__init__()
+        self._clock = clock
+
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.1)
+        self._clock.sleep(0.1)
         return x
 
 
 def test_work_beyond_its_pad_is_counted_and_takes_its_time() -> None:
-    model = seeded(Stack)
-    model.add_module("sleepy", Sleepy())
+    model, clock = seeded(Stack), Hurried()
+    model.add_module("slow", Slow(clock))
     assert isinstance(model.layers, nn.ModuleList)
-    model.layers[0] = nn.Sequential(model.layers[0], Sleepy())
-    with accelerator(model, REAL_CLOCK) as device:
+    model.layers[0] = nn.Sequential(model.layers[0], Slow(clock))
+    with accelerator(model, clock) as device:
         begin = device.mark()
         passes(model, device)
         assert device.slack.late >= 1
@@ -187,12 +204,13 @@ def test_work_beyond_its_pad_is_counted_and_takes_its_time() -> None:
 
 
 def test_a_host_below_its_rate_is_counted() -> None:
-    with accelerator(clock=REAL_CLOCK, host_gbps=1e3) as device:
-        begin_s = time.monotonic()
+    clock = Hurried()
+    with accelerator(clock=clock, host_gbps=1e3) as device:
+        begin_s = clock.now()
 
         def slow() -> HostSpan:
-            time.sleep(0.05)
-            return HostSpan(begin_s, time.monotonic())
+            clock.sleep(0.05)
+            return HostSpan(begin_s, clock.now())
 
         span = device.host_work(slow, 1000, [], begin_s)
         assert device.slack.late_host_s > 0.04

@@ -1,0 +1,87 @@
+"""What README and docs/ show runs: their Python and their commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import fork_server, upstream_ops
+from tests.support.governance.documents import PAGES, ROOT, blocks
+
+SMOKE = {"python": "README.md", "sh": "docs/how-to/install.md"}
+
+
+def pages_with(language: str) -> Iterator[Any]:
+    """Those with a block that is run."""
+    for page in PAGES:
+        if any(one.language == language and not one.mark for one in blocks(page)):
+            name = str(page.relative_to(ROOT))
+            yield pytest.param(page, id=name, marks=[pytest.mark.smoke] if name == SMOKE[language] else [])
+
+
+@pytest.mark.parametrize("page", list(pages_with("python")))
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    parts = [block.text for block in blocks(page) if block.language == "python" and block.mark in ("", "hidden")]
+    code = "\n".join(["import warnings; warnings.simplefilter('error')", *parts])
+    env = {**os.environ, "ZFTUNE_DB": str(tmp_path / "zftune.db")}
+    result = fork_server.run(["-c", code], cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What commands of the documents find: the examples, a training script, a ds_config."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copy(ROOT / "examples" / "plain_pytorch.py", tmp_path / "train.py")
+    shutil.copy(ROOT / "examples" / "ds_config.json", tmp_path / "ds_config.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", list(pages_with("sh")))
+def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, code in (
+        ("zftune", fork_server.MAIN),
+        ("python", None),
+        ("torchrun", "from torch.distributed.run import main; main()"),
+    ):
+        begin = f"exec {sys.executable}" if code is None else f"exec {sys.executable} -c '{code}'"
+        (programs / name).write_text(f'#!/bin/sh\n{begin} "$@"\n', encoding="utf-8")
+        (programs / name).chmod(0o755)
+    script = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
+    result = subprocess.run(
+        ["bash", "-euxc", script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            **upstream_ops.environment(),  # or DeepSpeed compiles for minutes
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(folder),
+            "ZFTUNE_DB": str(folder / "zftune.db"),
+            "ZFTUNE_SOCKET": str(folder / "zftune.sock"),
+        },
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def test_each_step_of_the_setup_says_what_it_does_and_how_long_that_takes() -> None:
+    shown = subprocess.run(
+        ["make", "--dry-run", "--always-make", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    long = [place for place, line in enumerate(shown) if re.search(r"-m (venv|pip) ", line)]
+    assert len(long) == 3
+    for number, place in enumerate(long, 1):
+        told = next(line for line in reversed(shown[:place]) if line.startswith("echo "))
+        assert re.match(rf'echo "setup {number}/3: .+ \(.*(second|minute)', told), told
