@@ -147,6 +147,7 @@ def kill(
     process.join()
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(300 + 30 * KILLS)  # as long as a busy machine takes
 def test_a_search_that_is_killed_at_any_moment_goes_on(
     context: ForkServerContext, tmp_path: Path, given: dict[str, Any]
@@ -177,8 +178,8 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
 _TRAINS = """
 import sys, time, zftune
 from tests.support.zftune.samplers import FORKING
-from tests.zftune.tuner import killable
-from tests.unit.zftune.tuner.test_attach import Loop
+from tests.support.zftune.tuner import killable
+from tests.support.zftune.tuner.loop import Loop
 from zftune.tuner import sampler_process
 
 vars(sampler_process)["subprocess"] = FORKING
@@ -216,6 +217,7 @@ def train_and_kill(path: Path, until: str, before: int = 0) -> tuple[str, int]:
     return run_id, before + int(steps)
 
 
+@pytest.mark.smoke
 def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Path) -> None:
     path, taken = tmp_path / "zftune.db", 0
     for until in ("measured", "begun", "begun"):  # the later ones are killed before they measure anything
@@ -231,6 +233,7 @@ def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Pat
     assert len(set(resumed)) == len(resumed) == 2  # each when it happened
 
 
+@pytest.mark.smoke
 def test_a_setting_that_a_killed_training_was_trying_has_crashed(tmp_path: Path) -> None:
     path = tmp_path / "zftune.db"
     run_id, _ = train_and_kill(path, "tries")

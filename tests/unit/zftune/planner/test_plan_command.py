@@ -28,7 +28,7 @@ from zftune.text import byte_count, size_up
 
 APP = typer.Typer()
 APP.command()(plan)
-MODEL, MACHINE = "0.5B,4,2048", "rtx3090"  # few layers: seconds less
+MODEL, MACHINE = "0.3B,2,2048", "rtx3090"  # few layers: seconds less
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_replicas_have_a_machine_each_and_send_gradients_alone() -> None:
     assert two.bound_by == "comm"
     fast = predict(model, machine, replace(job, network_gbps=1e6), config)
     assert fast.step_ms == pytest.approx(one.step_ms, rel=1e-3)  # each host updates all of the model
-    where = ("--model", "tiny", "--hardware", "a100-80-sxm", "--gpus", "4", "--nodes", "2", "--network-gbps", "9")
+    where = ("--hardware", "a100-80-sxm", "--quality", "exact", "--gpus", "4", "--nodes", "2", "--network-gbps", "9")
     told = run(*where, "--replicate")
     assert told.exit_code == 0
     assert "HSDP" in told.output
@@ -170,7 +170,7 @@ def test_json_to_standard_output_is_all_of_it() -> None:
 
 
 def test_what_does_not_fit_ends_with_1_and_says_what_is_missing() -> None:
-    result = CliRunner().invoke(APP, ["--model", "100B,4,36864", "--hardware", "rtx3090"])
+    result = CliRunner().invoke(APP, ["--model", "50B,2,36864", "--hardware", "rtx3090"])
     assert result.exit_code == 1
     assert "Nothing fits" in result.output
     assert "more of a GPU's memory than the 23.2 GB that it may use" in unwrapped(result.output)
@@ -229,7 +229,6 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
         [
             ("Llama-2-7B", "h100-sxm", Job(checkpointing=True), "With these GPUs"),
             ("Llama-2-13B", "rtx4090", Job(seq=1024, checkpointing=True), "Even --micro-batch 1"),
-            ("Qwen2.5-14B", "a100-80-sxm", Job(micro_batch=8), "What would do with"),
         ],
         all_of=[
             *(

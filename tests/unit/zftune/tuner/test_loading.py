@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import zftune
+from tests.support.zftune.tuner.loop import BEGIN, Loop
 from tests.support.zftune.tuner.scene import Make, SyncWorker, assert_whole
-from tests.unit.zftune.tuner.test_attach import BEGIN, Loop
 from zenflow import HostMemoryError, ZenFlowAdamW
 from zftune.exactness import EXACT
 from zftune.quality import highest_rate

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiers import everything, fast
+from tests.support.tiers import fast
 from tests.support.zenflow.rank_runs import results_of_ranks
 from tests.support.zftune.daemon.daemons import COMMAND, serving, short_folder, zftune
 from tests.support.zftune.samplers import FORKING
@@ -295,7 +295,6 @@ def test_the_planner_knows_of_the_ranks(of_ranks: OfRanks, shared: str) -> None:
     assert alone["company"] == {"ranks": 1, "here": 1, "nodes": 1, "shards": 1, "keeps_whole": False}
 
 
-@pytest.mark.skipif(not everything(), reason="before a release: by day test_api.py shows the daemon a run of ranks")
 @pytest.mark.parametrize("shared", ["FSDP2", "whole weights"])
 def test_the_daemon_and_explain_show_the_ranks(of_ranks: OfRanks, served: Path, shared: str) -> None:
     """A run is all ranks' together, by the first one's figures."""
