@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optuna
 import pytest
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner import forecast
 from zftune.tuner.space import Setting
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
@@ -66,9 +64,7 @@ def store() -> Iterator[Store]:
 
 
 @pytest.fixture
-def attach(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
-    """Whose searches propose at random, which takes no time: what they propose is looked at elsewhere."""
-    monkeypatch.setattr(forecast, "_sampler", lambda _, seed: optuna.samplers.RandomSampler(seed=seed))
+def attach(store: Store, random_proposals: None) -> Iterator[Attach]:
     tuners: list[zftune.Tuner] = []
     optimizers: list[ZenFlowAdamW] = []
 

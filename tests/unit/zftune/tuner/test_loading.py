@@ -31,7 +31,7 @@ Saved = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture
-def loops() -> Iterator[list[Loop]]:
+def loops(random_proposals: None) -> Iterator[list[Loop]]:
     made = [Loop(), Loop()]
     yield made
     for loop in made:
