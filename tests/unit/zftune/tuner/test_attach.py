@@ -220,13 +220,6 @@ def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: py
     assert caplog.messages == []
 
 
-def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="zftune")
-    loop = Loop(ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False, host_threads=1))
-    attach(loop)
-    assert caplog.messages[0].startswith("zftune tunes with quality exact")
-
-
 def test_exact_is_exact_from_the_first_step_whatever_the_script_asks_for(attach: Attach) -> None:
     loop, plain = Loop(lr=1e-3), Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=1e-3)
     tuner = attach(loop, quality="exact")
