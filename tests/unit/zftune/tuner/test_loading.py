@@ -337,6 +337,11 @@ def test_it_does_so_without_a_daemon_that_answers(
     loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
+
+    def refuse(*_: Any) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("zftune.daemon.client.http._Socket.connect", refuse)
     before, loop = loops
     load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
     tuner = zftune.attach(loop.optimizer, daemon=True)
