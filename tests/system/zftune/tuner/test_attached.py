@@ -76,7 +76,6 @@ def test_the_example_as_it_is(tmp_path: Path) -> None:
         assert store.trials(run.run_id)[0].source == "start"
 
 
-@pytest.mark.smoke
 def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
     with example(tmp_path, "--steps", "100000") as child:
         while "step 40:" not in child.stdout:

@@ -25,7 +25,7 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("3", all_of="20")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("2", all_of="20")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 
@@ -217,7 +217,6 @@ def train_and_kill(path: Path, until: str, before: int = 0) -> tuple[str, int]:
     return run_id, before + int(steps)
 
 
-@pytest.mark.smoke
 def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Path) -> None:
     path, taken = tmp_path / "zftune.db", 0
     for until in ("measured", "begun", "begun"):  # the later ones are killed before they measure anything

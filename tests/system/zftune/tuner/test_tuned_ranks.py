@@ -36,7 +36,6 @@ def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, st
     assert "2 ranks, state sharded" in shown(two)
 
 
-@pytest.mark.smoke
 def test_ctrl_c_ends_all_ranks(quick: dict[str, Any], tmp_path: Path, store: Store) -> None:
     document = tune(of_ranks(quick, tmp_path, 2), interrupt_after(1), store)
     assert (document["interrupted"], document["measurements"]) == (True, 1)

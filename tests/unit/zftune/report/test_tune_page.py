@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiers import fast
 from tests.support.zftune.explain.runs import Clock, begin, by_hand, finished, go_on, record, searched
 from tests.support.zftune.report.pages import EVIL, Page
 from tests.support.zftune.tuner.surfaces import START, make
@@ -196,7 +197,7 @@ def share_told_right(count: int) -> float:
     right = []
     for name in names:
         values = sorted({one[name] for one in settings})
-        for _ in range(10):
+        for _ in range(fast(4, all_of=10)):
             tried = chance.sample(settings, count)
             slower = [0.3 * values.index(one[name]) / (len(values) - 1) for one in tried]
             found = importances(tried, [100 * (1 + share) * chance.gauss(1, 0.01) for share in slower])
