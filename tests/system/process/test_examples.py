@@ -23,7 +23,7 @@ EXAMPLES = ["deepspeed_zenflow.py", "deepspeed_zero_offload.py", "hf_trainer.py"
 RESTARTS = "tune_by_restarts.py"
 RUN_ELSEWHERE = {
     "deepspeed_minimal.py": "tests/system/process/test_run_examples.py",
-    "tune_plain_loop.py": "tests/unit/zftune/tuner/test_attach.py",
+    "tune_plain_loop.py": "tests/system/zftune/tuner/test_attached.py",
 }
 STEPS, ALL_STEPS = 20, 32
 

@@ -74,6 +74,7 @@ def alone(options: ProfileOptions) -> Document:
     return run_profile(options, ranks=1, baselines=False)
 
 
+@pytest.mark.smoke
 def test_two_ranks_do_half_of_the_work_each(documents: list[Document], alone: Document) -> None:
     document = documents[0]
     validate(document)
@@ -91,6 +92,7 @@ def test_two_ranks_do_half_of_the_work_each(documents: list[Document], alone: Do
     assert all(document == {**other, "rig": document["rig"]} for other in documents[1:])
 
 
+@pytest.mark.smoke
 def test_waits_in_collectives_are_told_apart(documents: list[Document]) -> None:
     document = documents[0]
     stall = document["stall"]
@@ -102,6 +104,7 @@ def test_waits_in_collectives_are_told_apart(documents: list[Document]) -> None:
     assert not any("is the slowest" in sentence for sentence in document["verdict"])
 
 
+@pytest.mark.smoke
 def test_the_screen_says_so(documents: list[Document]) -> None:
     from rich.console import Console
 
@@ -127,6 +130,7 @@ def refuse(rank: int) -> None:
     raise BadInputError(f"rank {rank} has no text")
 
 
+@pytest.mark.smoke
 def test_what_another_rank_could_not_do_is_said() -> None:
     with pytest.raises(ProfileError, match=r"^rank 1 has no text$"), several_ranks(2, refuse):
         torch.distributed.barrier()

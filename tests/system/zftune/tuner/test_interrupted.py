@@ -27,6 +27,7 @@ def measured(path: Path) -> int:
         return sum(len(store.measurements(trial.trial_id)) for trial in trials)
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(180)
 def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None:
     context = fork_server.context()
@@ -73,6 +74,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
         assert [one.run_id for one in store.runs()] == [run.run_id]
 
 
+@pytest.mark.smoke
 def test_a_signal_ends_a_process_that_can_start_no_thread_any_more() -> None:
     """As from Python 3.12 on, once the interpreter is ending."""
     done = forked.run(

@@ -25,7 +25,7 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("3", all_of="20")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("2", all_of="20")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 
@@ -147,6 +147,7 @@ def kill(
     process.join()
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(300 + 30 * KILLS)  # as long as a busy machine takes
 def test_a_search_that_is_killed_at_any_moment_goes_on(
     context: ForkServerContext, tmp_path: Path, given: dict[str, Any]
@@ -177,8 +178,8 @@ def test_a_search_that_is_killed_at_any_moment_goes_on(
 _TRAINS = """
 import sys, time, zftune
 from tests.support.zftune.samplers import FORKING
-from tests.zftune.tuner import killable
-from tests.unit.zftune.tuner.test_attach import Loop
+from tests.support.zftune.tuner import killable
+from tests.support.zftune.tuner.loop import Loop
 from zftune.tuner import sampler_process
 
 vars(sampler_process)["subprocess"] = FORKING
@@ -231,6 +232,7 @@ def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Pat
     assert len(set(resumed)) == len(resumed) == 2  # each when it happened
 
 
+@pytest.mark.smoke
 def test_a_setting_that_a_killed_training_was_trying_has_crashed(tmp_path: Path) -> None:
     path = tmp_path / "zftune.db"
     run_id, _ = train_and_kill(path, "tries")

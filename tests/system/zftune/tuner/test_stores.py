@@ -90,7 +90,11 @@ def network(home: Path) -> Mapping[str, Any]:
             newer,
             f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what",
         ),
-        (corrupt, "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what"),
+        pytest.param(
+            corrupt,
+            "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what",
+            marks=pytest.mark.smoke,
+        ),
         (network, "is on a network file system (nfs4), where SQLite's locks cannot be trusted: "),
     ],
 )

@@ -72,6 +72,7 @@ def test_the_same_trials_and_the_same_seed_give_the_same_answer_there(
     assert sum(trial.source == "search" for trial in there.book.trials) >= 3
 
 
+@pytest.mark.smoke
 def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, thinker: SamplerProcess) -> None:
     assert thinker.ask(os.nice, 0) == min(19, os.nice(0) + 10)
     assert thinker.ask(os.sched_getscheduler, 0) == os.SCHED_BATCH  # it has its share of a core that others want
@@ -81,6 +82,7 @@ def test_it_is_of_low_priority_single_threaded_and_sees_no_gpu(started: None, th
     assert thinker.ask(sum, [1, 2]) == 3
 
 
+@pytest.mark.smoke
 def test_why_there_is_no_answer(thinker: SamplerProcess) -> None:
     with pytest.raises(SamplerError, match="the search process failed: ValueError: invalid literal"):
         thinker.ask(int, "x")
@@ -164,6 +166,7 @@ def test_closing_it_ends_a_wait(thinker: SamplerProcess) -> None:
     assert found == ["the search process was ended"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "then", fast(["thinker.ask(time.sleep, 600)"], all_of=["time.sleep(600)", "thinker.ask(time.sleep, 600)"])
 )
@@ -209,6 +212,7 @@ print(process.poll() == -signal.SIGKILL)
     assert done.stdout == "None 3\nTrue\n"
 
 
+@pytest.mark.smoke
 def test_where_it_fails_the_planner_goes_on_alone(thinker: SamplerProcess) -> None:
     there = search()
     worker = ThreadWorker(there, None, thinker)

@@ -1,4 +1,4 @@
-"""Eight processes tune different models against one database, each a whole search."""
+"""Several processes tune different models against one database, each a whole search."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.support import fork_server
+from tests.support.tiers import fast
 from tests.support.zftune.tuner import searching
 from zftune.store import open_store
 from zftune.store.types import RunState
 
-PROCESSES = 8
+PROCESSES = fast(3, all_of=8)
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(180)
-def test_eight_processes_search_at_once(tmp_path: Path) -> None:
+def test_processes_search_at_once(tmp_path: Path) -> None:
     context = fork_server.context()
     path, begin = tmp_path / "zftune.db", tmp_path / "begin"
     processes = [

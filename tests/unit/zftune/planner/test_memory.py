@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiers import fast
+from tests.support.tiers import everything, fast
 from tests.support.zftune.planner.fixtures import toy_machine
 from zenflow import CpuDevice, ZenFlowAdamW, ZenFlowConfig
 from zftune.planner.closed_form import predict
@@ -250,7 +250,7 @@ def test_checkpointing_takes_less() -> None:
     assert saving["activations"] < plain["activations"] / 2
 
 
-@pytest.mark.parametrize("seed", fast([2, 9], all_of=[2, 3, 8, 9]))
+@pytest.mark.parametrize("seed", fast([2], all_of=[2, 3, 8, 9]))
 def test_what_is_allocated_stays_within_the_prediction(study: Any, seed: int) -> None:
     cases, _ = study
     with warnings.catch_warnings():
@@ -266,6 +266,7 @@ def test_what_is_allocated_stays_within_the_prediction(study: Any, seed: int) ->
     assert found["host_allocated"]["log"] <= found["host_predicted"]["log"]
 
 
+@pytest.mark.skipif(not everything(), reason="before a release: a plan of seconds")
 def test_what_is_chosen_for_a_small_machine_does_not_run_out(study: Any) -> None:
     cases, _ = study
     case = cases.replace(cases.random_case(12), memory_share=1.0)

@@ -1,23 +1,17 @@
-"""The page against the document it shows, as text and as a browser draws it."""
+"""The page against the document it shows, as text; `tests/system/zftune/report` has it drawn by a browser."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import subprocess
 from collections import defaultdict
-from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plotly.offline import get_plotlyjs_version
 
-from tests.support.tiers import fast
 from tests.support.zftune.report.documents import cpu_profile, gpu_profile, rig_profile
+from tests.support.zftune.report.pages import BUILDERS, EVIL, Page
 from zftune.errors import ZftuneError
 from zftune.plotly_js import plotly_js
 from zftune.profile.schema import CAUSES, PHASES, validate
@@ -26,40 +20,6 @@ from zftune.report.html import html, write_html
 from zftune.report.trace import kind_of
 from zftune.text import ms
 from zftune.words import CAUSE_NAMES, COLOURS, LANE_NAMES
-
-BUILDERS: dict[str, Callable[[], dict[str, Any]]] = {"rig": rig_profile, "cpu": cpu_profile, "gpu": gpu_profile}
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-EVIL = "</script><img src=x onerror=alert(1)><b>&amp;"
-
-
-class Page(HTMLParser):
-    """What the page holds: scripts by id, the text that a reader sees, and where tags point to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.scripts: dict[str | None, list[str]] = defaultdict(list)
-        self.text: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self._inside: list[tuple[str, str | None]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag in ("script", "style"):
-            self._inside.append((tag, dict(attrs).get("id")))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("script", "style"):
-            self._inside.pop()
-
-    def handle_data(self, data: str) -> None:
-        if not self._inside:
-            self.text.append(data)
-        elif self._inside[-1][0] == "script":
-            self.scripts[self._inside[-1][1]].append(data)
-
-    def json(self, name: str) -> Any:
-        return json.loads("".join(self.scripts[name]))
 
 
 @pytest.fixture(params=BUILDERS)
@@ -327,49 +287,3 @@ def test_many_spans_are_drawn_as_fewer() -> None:
 def test_colours_differ() -> None:
     assert len({COLOURS[cause] for cause in CAUSES}) == len(CAUSES)
     assert len({COLOURS[name] for name in (*PHASES, "host", "h2d", "d2h", "select", "comm")}) == len(PHASES) + 5
-
-
-def browse(page: Path, folder: Path, size: str) -> tuple[str, list[str]]:
-    """What a browser makes of a page, and the lines of its console; it can reach no server."""
-    done = subprocess.run(
-        [
-            str(CHROMIUM),
-            *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking"),
-            *("--enable-logging=stderr", "--v=0", "--virtual-time-budget=20000"),
-            *(f"--user-data-dir={folder / 'browser'}", f"--window-size={size}"),
-            "--dump-dom",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "HOME": str(folder)},
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
-
-@needs_chromium
-@pytest.mark.parametrize("size", fast(["420,2600"], all_of=["1400,2200", "420,2600"]))
-def test_a_browser_draws_it_without_errors(document: dict[str, Any], size: str, tmp_path: Path) -> None:
-    write_html(document, tmp_path / "report.html")
-    drawn, console = browse(tmp_path / "report.html", tmp_path, size)
-    assert console == []
-    expected = ["timeline", "run", "roofs"] if document["roofs"] is not None else ["timeline", "run"]
-    assert re.findall(r'<div class="plot[^"]*" id="(\w+)"[^>]*data-drawn="yes"', drawn) == expected
-    figures = Page((tmp_path / "report.html").read_text(encoding="utf-8")).json("figures")
-    bars = sum(len(trace["x"]) for name in expected for trace in figures[name]["data"] if trace["type"] == "bar")
-    assert drawn.count('<g class="point">') >= 0.9 * bars  # those of no length are left out
-
-
-@needs_chromium
-@pytest.mark.parametrize("fault", ["<script>throw new Error('x')</script>", '<img src="http://127.0.0.1:9/x.png">'])
-def test_a_browser_tells_errors_and_requests(fault: str, tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    page.write_text(html(cpu_profile()).replace("</main>", f"{fault}</main>"), encoding="utf-8")
-    _, console = browse(page, tmp_path, "800,600")
-    assert len(console) == 1

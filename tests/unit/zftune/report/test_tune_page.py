@@ -8,14 +8,14 @@ import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.tiers import fast
 from tests.support.zftune.explain.runs import Clock, begin, by_hand, finished, go_on, record, searched
+from tests.support.zftune.report.pages import EVIL, Page
 from tests.support.zftune.tuner.surfaces import START, make
-from tests.unit.zftune.report.test_html import EVIL, Page, browse, needs_chromium
 from zftune.explain.document import explain_document, tune_document
 from zftune.report.tune import KINDS, tune_page
 from zftune.store import open_store
@@ -197,7 +197,7 @@ def share_told_right(count: int) -> float:
     right = []
     for name in names:
         values = sorted({one[name] for one in settings})
-        for _ in range(10):
+        for _ in range(fast(4, all_of=10)):
             tried = chance.sample(settings, count)
             slower = [0.3 * values.index(one[name]) / (len(values) - 1) for one in tried]
             found = importances(tried, [100 * (1 + share) * chance.gauss(1, 0.01) for share in slower])
@@ -312,13 +312,3 @@ def test_everything_is_escaped(told: dict[str, Any]) -> None:
     )
     assert "<img" not in drawn
     assert "&lt;img" in drawn
-
-
-@needs_chromium
-@pytest.mark.parametrize("size", ["1400,2400", "420,3600"])
-def test_a_browser_draws_it_without_errors(told: dict[str, Any], size: str, tmp_path: Path) -> None:
-    (tmp_path / "tune.html").write_text(tune_page(told), encoding="utf-8")
-    drawn, console = browse(tmp_path / "tune.html", tmp_path, size)
-    assert console == []
-    found = re.findall(r'<div class="plot[^"]*" id="(\w+)"[^>]*data-drawn="yes"', drawn)
-    assert found == ["history", "plane", "knobs", "importance"]

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zftune
-from tests.support import fork_server
-from tests.support.tiers import fast
-from zenflow import ZenFlowAdamW, ZenFlowConfig
+from tests.support.zftune.tuner.loop import BEGIN, Attach, Loop, attach, store
+from zenflow import ZenFlowConfig
 from zenflow.errors import HostEngineError
 from zftune.attaching import default_quality
 from zftune.errors import BadInputError
@@ -35,71 +29,7 @@ from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "tune_plain_loop.py"
-BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
-
-
-class Loop:
-    """A loop that knows nothing of tuning but that it logs its loss."""
-
-    def __init__(
-        self, config: ZenFlowConfig = BEGIN, *, logs: bool = True, given: bool = True, lr: float = 1e-5
-    ) -> None:
-        torch.manual_seed(0)
-        self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
-        module = self.module if given else None
-        self.optimizer = ZenFlowAdamW(self.module.parameters(), lr=lr, config=config, module=module)
-        self.batch = torch.randn(16, 32)
-        self.logs = logs
-
-    def loss(self) -> torch.Tensor:
-        return self.module(self.batch).square().mean()  # type: ignore[no-any-return]
-
-    def step(self, scale: float = 1.0) -> None:
-        loss = self.loss() * scale
-        loss.backward()
-        if self.logs:
-            zftune.log_loss(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def run(self, tuner: zftune.Tuner, until: Callable[[], bool] = lambda: False) -> None:
-        ends = time.monotonic() + 240
-        while tuner.searching and not until():
-            self.step()
-            if tuner.live is None or tuner.live.request is None:
-                time.sleep(0.01)  # these steps are so short that a thought would last for thousands of them
-            assert time.monotonic() < ends
-
-    @property
-    def knobs(self) -> Setting:
-        return Setting.of(self.optimizer.config)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
-Attach = Callable[..., "zftune.Tuner"]
-
-
-@pytest.fixture
-def attach(store: Store) -> Iterator[Attach]:
-    tuners: list[zftune.Tuner] = []
-    optimizers: list[ZenFlowAdamW] = []
-
-    def attach(loop: Loop, **more: Any) -> zftune.Tuner:
-        tuners.append(zftune.attach(loop.optimizer, **{"store": store, "most_measurements": 5, **more}))
-        optimizers.append(loop.optimizer)
-        return tuners[-1]
-
-    yield attach
-    for tuner in tuners:
-        tuner.close()
-    for optimizer in optimizers:  # a logged error holds it longer than the test does
-        optimizer.close()
+__all__ = ["attach", "store"]
 
 
 def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,13 +220,6 @@ def test_an_optimizer_that_never_stepped_says_nothing(attach: Attach, caplog: py
     assert caplog.messages == []
 
 
-def test_what_a_synchronous_optimizer_asks_for(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="zftune")
-    loop = Loop(ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False, host_threads=1))
-    attach(loop)
-    assert caplog.messages[0].startswith("zftune tunes with quality exact")
-
-
 def test_exact_is_exact_from_the_first_step_whatever_the_script_asks_for(attach: Attach) -> None:
     loop, plain = Loop(lr=1e-3), Loop(ZenFlowConfig.zero_offload(host_threads=1), lr=1e-3)
     tuner = attach(loop, quality="exact")
@@ -375,11 +298,11 @@ def test_what_is_refused(attach: Attach) -> None:
     wrong: Any = "best"
     with pytest.raises(BadInputError, match="quality is 'best'; it must be exact, published or loose"):
         zftune.attach(loop.optimizer, quality=wrong)
-    for store in ("/tmp/z.db", Path("z.db"), True):
+    for given in ("/tmp/z.db", Path("z.db"), True):
         with pytest.raises(
             BadInputError, match=r"store is .*; it must be an open store, False or None: a path belongs"
         ):
-            attach(Loop(), store=store)
+            attach(Loop(), store=given)
     for name in ("on_change", "eval_fn"):
         with pytest.raises(BadInputError, match=f"{name} is 3; it must be a function"):
             attach(Loop(), **{name: 3})
@@ -489,101 +412,6 @@ def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkey
     loop.run(tuner, until=lambda: tuner.live is not None)
     assert tuner.live is not None
     assert not [one for one in tuner.notices if one.startswith("Tuning ended")]
-
-
-FORKS = """
-import os, sys, torch, zenflow, zftune, zftune.tuner.tuner
-
-optimizer = zenflow.ZenFlowAdamW([torch.nn.Parameter(torch.ones(8, 8))], lr=1e-5)
-tuner = zftune.attach(optimizer, store=False)
-child = os.fork()
-if child == 0:
-    tuner.log_loss(1.0)
-    tuner.close()
-    assert not tuner.searching and tuner in zftune.tuner.tuner.open_tuners()  # it was not closed
-    sys.exit(0)  # by way of atexit, as a forked worker may
-_, status = os.waitpid(child, 0)
-print(os.waitstatus_to_exitcode(status), tuner.searching, tuner._driver._sampler_process.ask(os.getppid) == os.getpid())
-"""
-
-
-def test_a_forks_child_that_ends_leaves_the_tuning_to_its_parent() -> None:
-    done = fork_server.run(["-c", FORKS], check=True)
-    assert done.stdout == "0 True True\n", done.stderr
-
-
-def test_importing_zftune_loads_no_torch() -> None:
-    code = "import sys, zftune; print('torch' in sys.modules, 'attach' in dir(zftune), hasattr(zftune, 'atach'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False True False\n"
-
-
-def example(folder: Path, *arguments: str) -> fork_server.Forked:
-    return fork_server.Forked(
-        [EXAMPLE, *arguments], env={**os.environ, "ZFTUNE_DB": str(folder / "zftune.db")}, cwd=folder
-    )
-
-
-def test_the_example_as_it_is(tmp_path: Path) -> None:
-    with example(tmp_path, "--steps", "200") as child:
-        out, err = child.communicate(timeout=240)
-    assert child.returncode == 0, err
-    assert "zftune tunes with quality published" in err
-    assert "step 190: loss" in out
-    with open_store(str(tmp_path / "zftune.db")) as store:
-        (run,) = store.runs()
-        assert run.state is not RunState.RUNNING  # it has said goodbye, its search over or not
-        assert store.trials(run.run_id)[0].source == "start"
-
-
-def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
-    with example(tmp_path, "--steps", "100000") as child:
-        while "step 40:" not in child.stdout:
-            assert child.poll() is None
-            time.sleep(0.01)
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1  # its own
-    with open_store(str(tmp_path / "zftune.db")) as store:
-        assert all(run.state is not RunState.RUNNING for run in store.runs())
-
-
-TRIES = """
-import signal, sys, time, torch, zftune
-from multiprocessing import get_context
-from tests.unit.zftune.tuner.test_attach import Loop
-
-before = signal.getsignal(signal.SIGHUP) if sys.argv[1:] else signal.signal(signal.SIGHUP, signal.SIG_IGN)
-loop = Loop()
-tuner = zftune.attach(loop.optimizer)
-loop.run(tuner, until=lambda: tuner.live is not None and tuner.live.request is not None and tuner.live.request.trial)
-worker = get_context("fork").Process(target=time.sleep, args=(60,))
-worker.start()
-worker.terminate()
-worker.join()
-print("tries", worker.exitcode, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
-while True:  # the setting stays in flight: no step ends its measurement
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.parametrize(("number", "given"), fast([(15, False)], all_of=[(15, False), (1, True)]))
-def test_a_signal_that_ends_the_training_while_a_setting_is_tried_blames_none(
-    tmp_path: Path, number: int, *, given: bool
-) -> None:
-    path = tmp_path / "zftune.db"
-    words = ["-c", TRIES, *(["hears"] if given else [])]
-    with fork_server.Forked(words, env={**os.environ, "ZFTUNE_DB": str(path), "ZFTUNE_ONLINE": ""}) as child:
-        # A worker of the program's own ends as it did, and what it ignores it ignores.
-        assert child.line() == f"tries {-signal.SIGTERM} {not given}"
-        child.send_signal(number)
-        assert child.wait(60) == -number, child.stderr
-    with open_store(str(path)) as store:
-        assert store.reap() == []
-        (run,) = store.runs()
-        assert TrialState.VOID in {trial.state for trial in store.trials(run.run_id)}
-        assert store.barred(run.key) == []
 
 
 def test_a_loop_with_a_store_of_its_own_searches_here_under_run_online(

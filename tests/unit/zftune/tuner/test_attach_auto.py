@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.zftune.tuner.test_attach import Attach, Loop, attach, store
+from tests.support.zftune.tuner.loop import Attach, Loop, attach, store
 from zenflow import ZenFlowConfig
 from zenflow.errors import HostMemoryError
 from zftune.tuner.setup import Preparation

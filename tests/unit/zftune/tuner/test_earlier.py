@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.tiers import combinations
 from tests.support.zftune.tuner.surfaces import START, Surface, coverage
 from tests.unit.zftune.tuner.test_resume import World, kept, learning
 from zftune.explain.replay import replayed
@@ -108,9 +109,10 @@ def test_a_loss_curve_is_that_of_one_training(adopted: World, begins_anew: bool,
     assert begun.recorder.curve.last_step is None  # of this process
 
 
-@pytest.mark.parametrize("lives", [1, 2])
-@pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.parametrize("is_same_training", [True, False])
+@pytest.mark.parametrize(
+    ("lives", "is_known", "is_same_training"),
+    combinations(lives=[1, 2], is_known=[True, False], is_same_training=[True, False]),
+)
 def test_a_step_back_holds_where_nothing_was_measured_after_it(
     adopted: World, is_known: bool, is_same_training: bool, lives: int
 ) -> None:

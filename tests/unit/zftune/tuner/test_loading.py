@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import zftune
+from tests.support.zftune.tuner.loop import BEGIN, Loop
 from tests.support.zftune.tuner.scene import Make, SyncWorker, assert_whole
-from tests.unit.zftune.tuner.test_attach import BEGIN, Loop
 from zenflow import HostMemoryError, ZenFlowAdamW
 from zftune.exactness import EXACT
 from zftune.quality import highest_rate
@@ -31,7 +31,7 @@ Saved = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture
-def loops() -> Iterator[list[Loop]]:
+def loops(random_proposals: None) -> Iterator[list[Loop]]:
     made = [Loop(), Loop()]
     yield made
     for loop in made:
@@ -337,6 +337,11 @@ def test_it_does_so_without_a_daemon_that_answers(
     loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
+
+    def refuse(*_: Any) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("zftune.daemon.client.http._Socket.connect", refuse)
     before, loop = loops
     load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
     tuner = zftune.attach(loop.optimizer, daemon=True)

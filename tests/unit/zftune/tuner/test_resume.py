@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.tiers import fast
 from tests.support.zftune.tuner.surfaces import START, Driver, Surface
 from zftune.errors import StoreError
 from zftune.explain.replay import replayed
@@ -294,7 +295,7 @@ def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, 
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("each", [2, 3, 5])
+@pytest.mark.parametrize("each", fast([3], all_of=[2, 3, 5]))
 def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: World, store: Store, each: int) -> None:
     begun, lives, before = world.begin(), 0, 0
     while world.go(begun, each + (lives > 0)).requests and begun.search.next() is not None:

@@ -10,6 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+from tests.support.tiers import fast
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
 from zftune.store.types import TrialState
 from zftune.tuner.scores import gain
@@ -17,7 +18,7 @@ from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting
 from zftune.tuner.states import OF_INCUMBENT, BarredSetting, Outcome, Request, Stopped
 
-SEEDS = range(10)
+SEEDS = fast(range(4), all_of=range(10))
 
 
 @pytest.mark.parametrize("noise", [0.03, 0.08])

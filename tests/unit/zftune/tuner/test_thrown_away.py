@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 import zftune
-from tests.unit.zftune.tuner.test_attach import Loop
+from tests.support.zftune.tuner.loop import Loop
 from zftune.store import open_store
 from zftune.store.types import RunState, TrialState
 from zftune.tuner.states import Request
+
+pytestmark = pytest.mark.usefixtures("random_proposals")
 
 
 def is_challenger(request: Request | None) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.support import fork_server
-from tests.support.tiers import everything
 from tests.support.zftune.daemon.daemons import end_private, short_folder
 from zftune.daemon.client.http import DaemonClient
 
@@ -145,7 +144,6 @@ def seen(folder: Path) -> list[Any]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.skipif(not everything(), reason="before a release: by day ranks are tuned in test_trainings.py")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks_are_tuned_alike_and_replayed_bit_for_bit(folder: Path, launcher: str) -> None:
     script, launch = LAUNCHERS[launcher]

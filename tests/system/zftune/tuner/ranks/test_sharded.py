@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.tiers import everything, fast
 from tests.support.zenflow.rank_runs import results_of_ranks
 from tests.support.zftune.daemon.daemons import COMMAND, serving, short_folder, zftune
 from tests.support.zftune.samplers import FORKING
@@ -47,7 +45,7 @@ from zftune.tuner.training_info import SINGLE_RANK, Reader, TuneRequest, WarmupS
 from zftune.tuner.tuner import Tuner
 
 RANKS, WIDTH, ROWS = 2, 32, 4
-MOST = fast(5, all_of=12)
+MOST = 12
 """Measurements."""
 MOST_STEPS = 1000
 LOOKS = 20
@@ -57,10 +55,7 @@ WISHES = TuneRequest(quality="loose", micro_batch=ROWS, sequence=1, fresh=True, 
 OWN = ZenFlowConfig(topk_ratio=0.05, update_interval=2, select_interval=16, host_threads=1)
 
 
-WAYS = fast(
-    [("FSDP2", "process"), ("whole weights", "process")],
-    all_of=[(shared, searches) for shared in ("FSDP2", "whole weights") for searches in ("process", "daemon")],
-)
+WAYS = [(shared, searches) for shared in ("FSDP2", "whole weights") for searches in ("process", "daemon")]
 """How ranks share the model, and who searches."""
 
 
@@ -215,10 +210,8 @@ WORK = {f"{shared}, {searches}": partial(take_part, shared, searches) for shared
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Path]:
-    """The folder of a real daemon, with its store; without one where none searches."""
-    with short_folder() as folder, ExitStack() as stack:
-        if any(searches == "daemon" for _, searches in WAYS):
-            stack.enter_context(serving(folder, module=COMMAND, more={"ZFTUNE_DB": str(folder / "z.db")}))
+    """The folder of a real daemon, with its store."""
+    with short_folder() as folder, serving(folder, module=COMMAND, more={"ZFTUNE_DB": str(folder / "z.db")}):
         yield folder
 
 
@@ -277,14 +270,14 @@ def test_ranks_find_what_one_rank_finds(of_ranks: OfRanks, shared: str, searches
         assert predicted_ms == pytest.approx(predicted_alone_ms, rel=0.002)
 
 
-@pytest.mark.parametrize("shared", [shared for shared, searches in WAYS if searches == "process"])
+@pytest.mark.parametrize("shared", ["FSDP2", "whole weights"])
 def test_what_steps_take_each_rank_is_written_down(of_ranks: OfRanks, shared: str) -> None:
     own, other = of_ranks(shared, "process")[0]["ranks_ms"]
     assert other == pytest.approx(own, rel=0.01)
     assert own > 30.0  # its forward and backward
 
 
-@pytest.mark.parametrize("shared", [shared for shared, searches in WAYS if searches == "process"])
+@pytest.mark.parametrize("shared", ["FSDP2", "whole weights"])
 def test_the_planner_knows_of_the_ranks(of_ranks: OfRanks, shared: str) -> None:
     (first, _), alone = of_ranks(shared, "process"), found_alone(shared)
     (predicted, taken), (all_predicted, all_taken) = first["host_bytes"], alone["host_bytes"]
@@ -295,7 +288,6 @@ def test_the_planner_knows_of_the_ranks(of_ranks: OfRanks, shared: str) -> None:
     assert alone["company"] == {"ranks": 1, "here": 1, "nodes": 1, "shards": 1, "keeps_whole": False}
 
 
-@pytest.mark.skipif(not everything(), reason="before a release: by day test_api.py shows the daemon a run of ranks")
 @pytest.mark.parametrize("shared", ["FSDP2", "whole weights"])
 def test_the_daemon_and_explain_show_the_ranks(of_ranks: OfRanks, served: Path, shared: str) -> None:
     """A run is all ranks' together, by the first one's figures."""

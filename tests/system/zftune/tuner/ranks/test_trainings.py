@@ -38,6 +38,7 @@ def train(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SEARCHES)
 def test_both_ranks_have_the_same_knobs_and_weights_at_every_step(ranks: list[dict[str, Any]], name: str) -> None:
     first, second = (rank[name] for rank in ranks)
@@ -51,6 +52,7 @@ def test_both_ranks_have_the_same_knobs_and_weights_at_every_step(ranks: list[di
         assert first["knobs"] == first["incumbent"]  # once all is over
 
 
+@pytest.mark.smoke
 def test_a_search_tries_other_settings_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     tuned = ranks[0]["tuned"]
     assert len({json.dumps(knobs) for _, knobs in tuned["changes"]}) > 1
@@ -59,6 +61,7 @@ def test_a_search_tries_other_settings_on_all_ranks(ranks: list[dict[str, Any]])
     assert ranks[1]["tuned"]["notices"] == []
 
 
+@pytest.mark.smoke
 def test_zen_auto_is_left_by_all_ranks_once_there_is_a_search(ranks: list[dict[str, Any]]) -> None:
     begun, left = ranks[1]["zen_auto"]["seen"][:2]
     assert (begun[2], left[2]) == ("auto", 4)
@@ -67,6 +70,7 @@ def test_zen_auto_is_left_by_all_ranks_once_there_is_a_search(ranks: list[dict[s
     assert step > 8  # the warm-up
 
 
+@pytest.mark.smoke
 def test_a_rank_that_does_not_acknowledge_voids_every_change(ranks: list[dict[str, Any]]) -> None:
     silent = ranks[0]["silent"]
     assert silent["changes"] == []
@@ -76,6 +80,7 @@ def test_a_rank_that_does_not_acknowledge_voids_every_change(ranks: list[dict[st
     assert all("rank 1 did not acknowledge the change" in sentence for sentence in voids)
 
 
+@pytest.mark.smoke
 def test_knobs_that_one_rank_has_no_memory_for_are_refused_on_all(ranks: list[dict[str, Any]]) -> None:
     short = ranks[0]["short_of_memory"]
     crashed = [reason for state, reason in short["trials"] if "another rank failed at this" in reason]
@@ -83,6 +88,7 @@ def test_knobs_that_one_rank_has_no_memory_for_are_refused_on_all(ranks: list[di
     assert {seen[1] for seen in short["seen"]} == {0.1}
 
 
+@pytest.mark.smoke
 def test_a_loss_that_goes_wrong_on_one_rank_ends_it_on_all(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["wrong_elsewhere"] for rank in ranks)
     assert any("the loss of rank 1 is not a number or a spike" in sentence for _, sentence in first["notes"])
@@ -92,6 +98,7 @@ def test_a_loss_that_goes_wrong_on_one_rank_ends_it_on_all(ranks: list[dict[str,
     assert len(first["seen"]) > 2
 
 
+@pytest.mark.smoke
 def test_who_closes_its_tuner_ends_it_on_all_under_the_incumbent(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["closed_elsewhere"] for rank in ranks)
     assert "Tuning ended: rank 1 tunes no more." in first["notices"]
@@ -100,6 +107,7 @@ def test_who_closes_its_tuner_ends_it_on_all_under_the_incumbent(ranks: list[dic
     assert first["changes"][-2][1] != first["incumbent"]
 
 
+@pytest.mark.smoke
 def test_a_saved_state_that_is_loaded_ends_it_on_all(ranks: list[dict[str, Any]]) -> None:
     first = ranks[0]["loaded"]
     assert "Tuning ended: a saved state was loaded, and several ranks do not go on from one." in first["notices"]
@@ -107,6 +115,7 @@ def test_a_saved_state_that_is_loaded_ends_it_on_all(ranks: list[dict[str, Any]]
     assert first["knobs"]["topk_ratio"] == 0.1
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRIED)
 def test_a_setting_that_was_tried_when_the_state_was_saved_is_left_by_all_ranks_or_by_none(
     ranks: list[dict[str, Any]], name: str
@@ -122,6 +131,7 @@ def test_a_setting_that_was_tried_when_the_state_was_saved_is_left_by_all_ranks_
     assert said not in ranks[1][name]["notices"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [

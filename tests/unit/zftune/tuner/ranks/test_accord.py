@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.tiers import repeated
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.tuner.executor import Verdict
@@ -250,7 +251,7 @@ def test_who_misses_a_round_changes_what_the_others_change(make: Make, deaf: lis
     assert all(consensus.over for consensus in ranks.accords)
 
 
-@pytest.mark.parametrize("_", range(40))
+@pytest.mark.parametrize("_", range(repeated(40)))
 def test_whatever_is_lost_no_rank_is_ever_at_other_knobs_than_another(make: Make, _: int) -> None:
     ranks = make(random.randint(2, 4))
     share = random.choice([0.0, 0.02, 0.1])

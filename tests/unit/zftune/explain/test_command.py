@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +204,3 @@ def test_whether_it_goes_on_is_seen_at_once() -> None:
     assert "It ended before its search did: this is what was found until then." in flat(call().stdout)
     with open_store() as store:
         assert [run.state.value for run in store.runs()] == ["running"]  # nothing was written
-
-
-def test_as_a_process(database: Path) -> None:
-    run_id = saved(1)
-    command = [str(Path(sys.executable).with_name("zftune")), "explain", run_id[:6]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"zftune explain  {run_id[:8]}  tiny on NVIDIA H200" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 140
-    assert done.stderr == ""
