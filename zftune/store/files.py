@@ -66,7 +66,7 @@ def _lock(descriptor: int) -> None:
 
 
 def state_of(path: Path) -> FileState:
-    """Look at a database without changing it.
+    """Look at a database without changing it, but for a write that a killed process has left half done: it is undone.
 
     Raises:
         OSError: it cannot be read.
@@ -77,19 +77,29 @@ def state_of(path: Path) -> FileState:
         if file.read(len(_MAGIC)) != _MAGIC:
             return FileState("corrupt", detail="it is not a SQLite database")
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if verdict != "ok":
-                return FileState("corrupt", detail=_one_line(verdict))
-            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
-                return FileState("foreign" if tables else "empty")
-            row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
-            return FileState("ours", revision=None if row is None else str(row[0]))
+        try:
+            return _looked_into(path, "ro")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_READONLY:
+                raise
+            # Who was killed in the midst of a write has left its journal, which only a writer may play back.
+            return _looked_into(path, "rw")
     except sqlite3.OperationalError as error:
         raise OSError(0, _one_line(str(error))) from error
     except (sqlite3.DatabaseError, TypeError) as error:
         return FileState("corrupt", detail=_one_line(str(error)))
+
+
+def _looked_into(path: Path, mode: str) -> FileState:
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)) as connection:
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            return FileState("corrupt", detail=_one_line(verdict))
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
+            return FileState("foreign" if tables else "empty")
+        row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
+        return FileState("ours", revision=None if row is None else str(row[0]))
 
 
 def backups(path: Path) -> list[Path]:

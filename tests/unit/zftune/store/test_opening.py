@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import shutil
 import sqlite3
 import stat
 from collections.abc import Mapping
@@ -143,6 +145,32 @@ def test_another_schema_is_not_opened(path: Path, store: Store, revision: str) -
         assert said in one_notice(another)
         works_in_memory(another)
     assert digest(path) == before
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_write_that_was_cut_short_is_undone(path: Path, tmp_path: Path, made: bool) -> None:
+    """As by a process that was killed before the log is written ahead: its journal lies beside the file."""
+    if made:
+        open_store(str(path)).close()
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+        connection.execute("PRAGMA cache_size=1")
+        if not made:
+            connection.execute("VACUUM")
+        connection.execute("BEGIN")
+        connection.execute("CREATE TABLE half (x)")
+        for _ in range(20):
+            connection.execute("INSERT INTO half VALUES (randomblob(9000))")
+        cut = tmp_path / "cut" / path.name
+        cut.parent.mkdir()
+        for name in (path.name, f"{path.name}-journal"):
+            shutil.copy(path.with_name(name), cut.with_name(name))
+    assert cut.with_name(f"{path.name}-journal").read_bytes()[0] != 0  # it would be played back
+    with open_store(str(cut)) as store:
+        assert store.notices == []
+        assert store.is_kept
+        store.save_preset(PRESET)
 
 
 def test_another_programs_database_is_not_opened(path: Path) -> None:
