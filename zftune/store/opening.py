@@ -86,7 +86,7 @@ def _lock(descriptor: int) -> None:
 
 
 def file_state(path: Path) -> FileState:
-    """Look at a database without changing it.
+    """Look at a database; only a write that a killed process left unfinished is undone.
 
     Raises:
         OSError: it cannot be read.
@@ -97,19 +97,28 @@ def file_state(path: Path) -> FileState:
         if file.read(len(_MAGIC)) != _MAGIC:
             return FileState("corrupt", detail="it is not a SQLite database")
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-            if verdict != "ok":
-                return FileState("corrupt", detail=_one_line(verdict))
-            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
-                return FileState("foreign" if tables else "empty")
-            row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
-            return FileState("ours", revision=None if row is None else str(row[0]))
+        try:
+            return _examine(path, "ro")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_READONLY:
+                raise
+            return _examine(path, "rw")  # a killed process left its journal, which only a writer may roll back
     except sqlite3.OperationalError as error:
         raise OSError(0, _one_line(str(error))) from error
     except (sqlite3.DatabaseError, TypeError) as error:
         return FileState("corrupt", detail=_one_line(str(error)))
+
+
+def _examine(path: Path, mode: str) -> FileState:
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True)) as connection:
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            return FileState("corrupt", detail=_one_line(verdict))
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
+            return FileState("foreign" if tables else "empty")
+        row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
+        return FileState("ours", revision=None if row is None else str(row[0]))
 
 
 def backups(path: Path) -> list[Path]:

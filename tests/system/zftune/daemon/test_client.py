@@ -18,6 +18,8 @@ from zftune.daemon.client import http as client_module
 from zftune.daemon.client.http import DaemonClient
 from zftune.errors import DaemonError
 
+pytestmark = pytest.mark.smoke
+
 HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
 
 

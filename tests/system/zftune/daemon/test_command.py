@@ -17,6 +17,8 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.server.guard import PageServer
 from zftune.errors import BadInputError
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def tell(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tell:

@@ -63,6 +63,7 @@ def private(folder: Path) -> Iterator[dict[str, str]]:
         wait_for(lambda: not path.exists())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("answer", "starts"),
     [
@@ -99,6 +100,7 @@ def test_the_one_that_answers_hears_that_a_run_is_about_to_come(
     assert asked == ["/v1/expect"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("private", "runs", "named", "used"),
     [(False, 1, False, True), (False, 0, True, False), (True, 2, False, False), (True, 2, True, False)],
@@ -126,6 +128,7 @@ def test_one_with_another_store_is_not_used(
         assert application.stopped == []
 
 
+@pytest.mark.smoke
 def test_what_is_passed_on_to_a_private_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     given = {"PYTHONPATH": f"lib:{folder}/x:", "ZFTUNE_DB": "own.db", "ZFTUNE_SOCKET": "z.sock", "PATH": "/bin"}
@@ -142,6 +145,7 @@ def test_what_is_passed_on_to_a_private_one(folder: Path, monkeypatch: pytest.Mo
     }
 
 
+@pytest.mark.smoke
 def test_two_at_once_start_one_that_belongs_to_nobody(folder: Path, private: dict[str, str]) -> None:
     # what a daemon that was killed leaves behind
     with socket.socket(socket.AF_UNIX) as stale:

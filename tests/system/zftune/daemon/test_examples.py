@@ -60,6 +60,7 @@ def test_the_batch_script_has_a_daemon_while_it_trains_and_not_after(folder: Pat
     assert not Path((folder / "where").read_text().strip()).exists()
 
 
+@pytest.mark.smoke
 def test_the_pod_has_one_user_and_one_socket(capsys: pytest.CaptureFixture[str]) -> None:
     spec = yaml.safe_load((EXAMPLES / "kubernetes" / "pod.yaml").read_text())["spec"]
     (daemon,), (training,) = spec["initContainers"], spec["containers"]

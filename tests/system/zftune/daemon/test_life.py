@@ -78,6 +78,7 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"log", "n"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("number", fast([signal.SIGTERM], all_of=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_drains_and_ends_with_0(folder: Path, number: signal.Signals) -> None:
     with serving(folder) as daemon, DaemonClient(daemon.path) as before:
@@ -135,6 +136,7 @@ def test_a_signal_that_nohup_ignores_stays_ignored(folder: Path) -> None:
     assert "SIGHUP" not in daemon.log.read_text()
 
 
+@pytest.mark.smoke
 def test_a_private_one_ends_with_its_last_run(folder: Path) -> None:
     with serving(folder, "--private", "--idle-exit-s", "0.2") as daemon, DaemonClient(daemon.path) as client:
         client.post("/v1/test/runs/2")
@@ -146,6 +148,7 @@ def test_a_private_one_ends_with_its_last_run(folder: Path) -> None:
     assert left(folder) == set()
 
 
+@pytest.mark.smoke
 def test_who_announces_a_run_is_given_the_whole_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     service, now_s = Hosted(), [0.0]
     state = DaemonState(services=(service,), clock=lambda: now_s[0])
@@ -164,6 +167,7 @@ def test_who_announces_a_run_is_given_the_whole_time_for_it(monkeypatch: pytest.
     assert state.unneeded_s() == 30.0
 
 
+@pytest.mark.smoke
 def test_the_watchdog_is_fed_three_times_while_it_waits() -> None:
     periods_s: list[float] = []
     sent: list[str] = []
@@ -180,6 +184,7 @@ def test_the_watchdog_is_fed_three_times_while_it_waits() -> None:
     assert sent == ["WATCHDOG=1"] * 2
 
 
+@pytest.mark.smoke
 def test_what_the_service_manager_is_told(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
     name = f"zftune-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

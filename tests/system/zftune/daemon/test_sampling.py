@@ -17,6 +17,8 @@ from zftune.daemon.protocol.messages import Hello
 from zftune.daemon.server.sampling import Node
 from zftune.telemetry import NvmlSampler
 
+pytestmark = pytest.mark.smoke
+
 __all__ = ["here", "machine", "nvml_library"]
 
 OTHER = "0" * 31 + "2"

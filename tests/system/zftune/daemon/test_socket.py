@@ -26,6 +26,8 @@ from zftune.daemon.client.location import Location, locate, make_folder, settled
 from zftune.daemon.server.serving import claim
 from zftune.errors import BadInputError, DaemonError
 
+pytestmark = pytest.mark.smoke
+
 ASK = """
 with socket.socket(socket.AF_UNIX) as connection:
     connection.settimeout(20)

@@ -57,6 +57,7 @@ def connected(path: Path) -> socket.socket:
     return connection
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -71,12 +72,14 @@ def test_what_is_no_http_is_refused(served: Daemon, request_bytes: bytes) -> Non
     assert refusal(exchange(served.path, request_bytes)) == (400, "this is not a request of HTTP/1.1")
 
 
+@pytest.mark.smoke
 def test_a_failure_inside_is_logged_and_not_told(served: Daemon) -> None:
     status, sentence = refusal(exchange(served.path, get("/v1/test/fails")))
     assert (status, sentence) == (500, "the daemon failed (RuntimeError); see its log")
     assert "secret reason" in served.log.read_text()
 
 
+@pytest.mark.smoke
 def test_a_body_that_is_too_long_ends_its_connection(served: Daemon) -> None:
     size = (1 << 20) + 1
     with connected(served.path) as connection:
@@ -96,6 +99,7 @@ def is_refused(daemon: Daemon) -> bool:
         return False
 
 
+@pytest.mark.smoke
 def test_connections_are_counted(served: Daemon) -> None:
     most = limits.SocketProtocol.max_connections
     held = []
@@ -115,6 +119,7 @@ def test_connections_are_counted(served: Daemon) -> None:
             connection.close()
 
 
+@pytest.mark.smoke
 def test_a_head_that_does_not_come_is_given_up(folder: Path) -> None:
     with serving(folder, "--head-s", "0.2") as daemon, connected(daemon.path) as kept:
         alive = get("/v1/health").replace(b"close", b"keep-alive")
@@ -126,6 +131,7 @@ def test_a_head_that_does_not_come_is_given_up(folder: Path) -> None:
         assert refusal(answer_on(kept)) == (408, "no request has come within 0.2 s")
 
 
+@pytest.mark.smoke
 @needs_root
 def test_another_user_gets_nothing_of_the_page_with_a_cookie_either(served: Daemon) -> None:
     script = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import os
 import socket
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.support.nvml.scripted import HOPPER, NO_PERMISSION, Machine
-from zftune.cli.doctor import render
-from zftune.doctor.check import SCHEMA_NAME, Area, Check, Examination, document
+from zftune.doctor.check import SCHEMA_NAME
 
 PATH = os.environ.get("PYTHONPATH", "")
 COMMAND = """
@@ -27,17 +24,6 @@ app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(doctor)
 app()
 """
-
-AREAS = [
-    Area(
-        "software",
-        (
-            Check(name="Python", status="ok", finding="It is there.", required=True),
-            Check(name="[bold]x", status="broken", finding="A [red]sentence[/red].", fix="pip install 'x[y]'"),
-        ),
-    ),
-    Area("GPU", (Check(name="CUDA", status="absent", finding="Not here."),)),
-]
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,13 +39,6 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def by_name(found: Any) -> dict[str, Any]:
     return {check["name"]: check for check in found["checks"]}
-
-
-def show(areas: list[Area], width: int, encoding: str = "utf-8") -> str:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
-    Console(file=stream, width=width, legacy_windows=False).print(render(areas))
-    stream.seek(0)
-    return stream.read()
 
 
 def test_this_machine(tmp_path: Path) -> None:
@@ -93,6 +72,7 @@ def test_this_machine(tmp_path: Path) -> None:
         assert check["name"] in done.stdout
 
 
+@pytest.mark.smoke
 def test_json_on_standard_output_is_nothing_but_json() -> None:
     done = doctor("--json", "-")
     assert json.loads(done.stdout)["schema"] == SCHEMA_NAME
@@ -111,6 +91,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     assert "it examines" in done.stderr
 
 
+@pytest.mark.smoke
 def test_something_required_that_is_broken_is_exit_code_1(tmp_path: Path) -> None:
     """An import of the native module that fails."""
     package = tmp_path / "sitecustomize.py"
@@ -143,46 +124,3 @@ def test_help_is_quick_and_touches_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--json" in done.stdout
-
-
-def test_an_area_that_fails_does_not_hide_the_others() -> None:
-    examination = Examination()
-
-    def fails() -> list[Check]:
-        raise RuntimeError("no such thing.\nmore")
-
-    examination.areas = {"first": fails, "second": lambda: [Check(name="x", status="ok", finding="Fine.")]}
-    first, second = examination.run()
-    assert first.checks[0].status == "broken"
-    assert first.checks[0].finding == "It could not be examined: RuntimeError: no such thing."
-    assert second.checks[0].status == "ok"
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_screen_fits_and_shows_words_as_they_are(width: int) -> None:
-    shown = show(AREAS, width)
-    assert max(len(line) for line in shown.splitlines()) <= width
-    for text in ("[bold]x", "A [red]sentence[/red].", "fix: pip install 'x[y]'", "broken", "absent"):
-        assert text in shown
-    assert shown.rstrip().endswith("zftune works here; 1 thing that it can do without is broken.")
-
-
-def test_the_screen_without_unicode() -> None:
-    assert show(AREAS, 80, encoding="ascii").isascii()
-
-
-def test_what_stops_trainings_is_exit_code_1_although_zftune_works() -> None:
-    lock = Check(name="op lock", status="broken", finding="Left over.", fix="rm it", stops_training=True)
-    areas = [*AREAS, Area("DeepSpeed", (lock, lock))]
-    assert document(areas, "1.2")["ok"] is False
-    assert show(areas, 80).rstrip().endswith("zftune works here, but trainings would hang: op lock.")
-
-
-def test_the_document_says_what_is_at_fault() -> None:
-    found = document(AREAS, "1.2")
-    assert found["ok"] is True
-    fault = Check(name="y", status="absent", finding="Gone.", required=True)
-    areas = [*AREAS, Area("more", (fault,))]
-    assert document(areas, "1.2")["ok"] is False
-    assert "zftune cannot work here: y." in show(areas, 80)
-    json.dumps(found, allow_nan=False)

@@ -19,6 +19,8 @@ from zftune.store.account import Account, Count, Counter, saved_in_words, saved_
 from zftune.store.store import Store, goes_on
 from zftune.store.types import Run, RunState, TrialState
 
+pytestmark = pytest.mark.smoke
+
 
 def more(found: Account, *parts: tuple[float, float, float]) -> Account:
     """With (seconds, the incumbent's seconds, its gain)."""

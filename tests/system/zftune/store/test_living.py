@@ -20,6 +20,8 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import LEASE_S, TrialState
 
+pytestmark = pytest.mark.smoke
+
 
 def fly(path: str, told: Connection, *, child: bool = False) -> None:
     """Begin a run, let a setting fly, and wait to be killed; perhaps with a child that lives on for a while."""

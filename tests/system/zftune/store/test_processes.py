@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
+import subprocess
+import sys
 import textwrap
 import time
 from collections import Counter
@@ -16,11 +19,14 @@ import pytest
 from tests.support import fork_server
 from tests.support.tiers import fast
 from tests.support.zftune.store import writers
+from tests.support.zftune.store.examples import PRESET
 from zftune.store import open_store
 from zftune.store.types import RunState, TrialState
 
 PROCESSES = fast(3, all_of=8)
 KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("2", all_of="10")))
+
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +35,7 @@ def context() -> ForkServerContext:
     return fork_server.context()
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(120)
 def test_many_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
     begin = tmp_path / "begin"
@@ -76,6 +83,7 @@ def killed(context: ForkServerContext, path: Path, log: Path, moment: random.Ran
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(60 + 10 * KILLS)
 def test_a_process_that_is_killed_at_any_moment_loses_nothing(context: ForkServerContext, tmp_path: Path) -> None:
     moment, flying = random.Random(6), 0
@@ -126,10 +134,78 @@ FORKED = """
 """
 
 
+@pytest.mark.smoke
 def test_a_forked_child_has_connections_of_its_own(path: Path) -> None:
     code = textwrap.dedent(FORKED).replace("PATH", repr(str(path)))
-    root = Path(__file__).parents[4]
-    done = fork_server.run(["-c", code], cwd=root)
+    done = fork_server.run(["-c", code], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     with open_store(str(path)) as store:
         assert (store.notices, len(store.runs())) == ([], 11)
+
+
+# --- what a process may not do -------------------------------------------------------------------------------------
+
+READ_ONLY = """
+    from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+    from zftune.store import open_store
+    with open_store(environment={"HOME": HOME}) as store:
+        assert not store.is_kept, store.path
+        print(*store.notices, sep="|")
+        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("there", fast([True], all_of=[False, True]))
+def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    if there:
+        with open_store(environment={"HOME": str(home)}) as store:
+            store.save_preset(PRESET)
+    for path in sorted(home.rglob("*"), reverse=True):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    home.chmod(0o555)
+    bound = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
+    if bound and shutil.which("setpriv") is None:
+        pytest.skip("the superuser may write anywhere, and there is no setpriv to give that up")
+    code = textwrap.dedent(READ_ONLY).replace("HOME})", f"{str(home)!r}}})")
+    done = subprocess.run([*bound, sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (notice,) = done.stdout.splitlines()
+    assert notice.startswith("~/.local/share/zftune/zftune.db cannot be used (")
+    assert "|" not in notice
+
+
+FULL = """
+    import resource, signal
+    from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
+    from zftune.errors import StoreError
+    from zftune.store import open_store
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, MOST))
+    store = open_store(PATH)
+    print(len(store.notices), store.is_kept)
+    try:
+        for _ in range(300 if store.is_kept else 1):
+            store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
+    except StoreError as error:
+        print(error)
+    print(len(store.runs()))
+"""
+
+
+def limited(path: Path, limit_bytes: int) -> list[str]:
+    """The program's lines, where no file may grow beyond a limit: as on a disk that is full."""
+    code = textwrap.dedent(FULL).replace("PATH", repr(str(path))).replace("MOST", str(limit_bytes))
+    return fork_server.run(["-c", code], check=True, cwd=ROOT).stdout.splitlines()
+
+
+@pytest.mark.smoke
+def test_a_disk_that_fills_up(path: Path) -> None:
+    opened, fault, count = limited(path, 200_000)
+    assert opened == "0 True"
+    assert fault.startswith("$ZFTUNE_DB could not be written (")
+    with open_store(str(path)) as store:
+        assert store.notices == []
+        assert len(store.runs()) == int(count) > 0

@@ -16,6 +16,8 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import LEASE_S, Barred, Decision, Run, RunState, TrialState
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(params=["memory", "server"])
 def store(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Store]:

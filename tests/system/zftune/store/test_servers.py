@@ -26,6 +26,8 @@ from zftune.store.location import locate, masked, meant_by
 from zftune.store.store import Store
 from zftune.store.types import LEASE_S, Decision, Run, TrialState
 
+pytestmark = pytest.mark.smoke
+
 PAGE = Path(__file__).parents[4] / "docs/how-to/shared-store.md"
 KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="10")))
 

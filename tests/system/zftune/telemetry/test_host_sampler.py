@@ -76,6 +76,7 @@ def wait_for_samples(sampler: HostSampler, count: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.smoke
 def test_a_process_that_works() -> None:
     with burning() as process:
         sampler = HostSampler(lambda: [process.pid], rate_hz=RATE_HZ)
@@ -155,6 +156,7 @@ def test_processes_come_and_go() -> None:
     assert min(known) < figures["rss_bytes"] <= max(known)  # the mean of those that lived
 
 
+@pytest.mark.smoke
 def test_a_process_that_comes_brings_no_cpu_time_with_it() -> None:
     watched = Watched(lambda: [os.getpid()], Path("/"))
     watched.update(0)
@@ -166,6 +168,7 @@ def test_a_process_that_comes_brings_no_cpu_time_with_it() -> None:
     assert watched.read()["cpu_s"] >= 0.08
 
 
+@pytest.mark.smoke
 def test_nobody_to_watch_is_null_with_its_reason() -> None:
     sampler = HostSampler(list)
     figures, missing = sampler.summary(*watch(sampler, 0.3))
@@ -176,6 +179,7 @@ def test_nobody_to_watch_is_null_with_its_reason() -> None:
     assert figures["memory_used_bytes"] > 0
 
 
+@pytest.mark.smoke
 def test_a_machine_without_control_groups_pressure_and_nodes(tmp_path: Path) -> None:
     sampler = HostSampler(lambda: [os.getpid()], root=tmp_path)
     figures, missing = sampler.summary(*watch(sampler, 0.3))
@@ -205,6 +209,7 @@ class Group:
         write(self.folder / "cpu.pressure", text)
 
 
+@pytest.mark.smoke
 def test_quota_throttling_and_pressure_are_those_of_the_window(tmp_path: Path) -> None:
     group = Group(tmp_path)
     now_ns = 0
@@ -248,6 +253,7 @@ def test_numa_nodes_of_the_pages(tmp_path: Path) -> None:
     assert figures["numa_nodes_used"] == 2
 
 
+@pytest.mark.smoke
 def test_who_to_watch_may_fail() -> None:
     def fail() -> list[int]:
         raise RuntimeError("no list")

@@ -27,6 +27,8 @@ from tests.support.nvml.scripted import (
 from zftune.telemetry import NvmlSampler, nvml_device, ticker
 from zftune.telemetry.nvml_sampler import SERIES_FIELDS
 
+pytestmark = pytest.mark.smoke
+
 # Figures (or None), missing, series.
 Result = tuple[Any, Any, Any]
 

@@ -70,15 +70,6 @@ def test_the_imitation_warns_others(imitation: Path) -> None:
     assert "FutureWarning: The pynvml package is deprecated." in done.stderr
 
 
-def test_the_distribution_itself(tmp_path: Path, machine: Machine, nvml_library: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    command += ["--retries", "0", "--timeout", "10", "--target", str(tmp_path / "site"), "pynvml==13.0.1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("pynvml 13.0.1 cannot be installed here (no package index)")
-    check(tmp_path / "site", machine, nvml_library)
-
-
 def test_a_binding_of_before_that_lacks_functions(tmp_path: Path, machine: Machine, nvml_library: Path) -> None:
     """Before version 12 the distribution held a binding of its own, which hides a newer one."""
     package = tmp_path / "site" / "pynvml"

@@ -196,8 +196,12 @@ def test_rollback_and_stop_of_a_run(
 def test_without_a_daemon_the_store_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def nobody(_: object) -> None:
+        raise FileNotFoundError
+
     path = tmp_path / "z.sock"
     monkeypatch.setenv("ZFTUNE_SOCKET", str(path))
+    monkeypatch.setattr(http._UnixConnection, "connect", nobody)
     absent = f"zftune: no daemon serves '{path}', start one with: zftune daemon start"
     for command in ("list", "show", "logs", "pause", "resume", "rollback", "stop"):
         assert teller(capsys)("runs", command) == (1, "", f"{absent}; all runs of the store: zftune runs list --all\n")

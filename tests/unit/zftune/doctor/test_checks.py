@@ -319,11 +319,6 @@ def test_the_store_by_xdg_and_by_its_own_variable(tmp_path: Path) -> None:
         assert (check.status, check.finding) == ("ok", "$ZFTUNE_DB is there and can be written.")
 
 
-@pytest.mark.parametrize("value", ["sqlite://", "sqlite:///", "sqlite:///:memory:"])
-def test_a_store_in_memory(value: str, tmp_path: Path) -> None:
-    assert store({"ZFTUNE_DB": value}, tmp_path).status == "note"
-
-
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=1_000_000))
     check = store({}, tmp_path)
@@ -352,11 +347,3 @@ def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     check = with_no_right_over_modes(lambda: store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path))
     assert check.status == "broken"
-
-
-@pytest.mark.parametrize(("kind", "status"), [("nfs4", "note"), ("lustre", "note"), ("ext4", "ok")])
-def test_a_network_file_system(tmp_path: Path, kind: str, status: Status) -> None:
-    root = tmp_path / "root"
-    lines = ["21 1 8:1 / / rw - overlay overlay rw", f"40 21 0:99 / {tmp_path} rw - {kind} server:/x rw", "garbage"]
-    write(root / "proc/self/mountinfo", "\n".join(lines) + "\n")
-    assert store({"ZFTUNE_DB": str(tmp_path / "z.db")}, tmp_path, root).status == status

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, PRESET, measurement, other
-from tests.system.zftune.store.test_apply import DS_CONFIG
+from tests.unit.zftune.store.test_apply import DS_CONFIG
 from zftune.cli.main import _Commands
 from zftune.cli.presets import presets as commands
 from zftune.store import open_store

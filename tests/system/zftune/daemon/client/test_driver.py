@@ -16,10 +16,12 @@ import pytest
 from tests.support import fork_server
 from tests.support.zftune.daemon.runs.agents import facts
 from tests.support.zftune.daemon.runs.loops import Loop
-from tests.system.zftune.daemon.client.test_session import HOLD, WELCOME, Scripted
+from tests.unit.zftune.daemon.client.test_session import HOLD, WELCOME, Scripted
 from zftune.errors import NoDaemonError
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
+
+pytestmark = pytest.mark.smoke
 
 OWN = Setting.of(facts().config).knobs()
 OTHER = {**OWN, "topk_ratio": 0.2}
@@ -173,7 +175,7 @@ def test_what_a_pause_ends_is_called_off(training: Loop, daemon: Scripted) -> No
 FORKS = """
 import os, sys
 from tests.support.zftune.daemon.runs.loops import Loop
-from tests.system.zftune.daemon.client.test_session import Scripted
+from tests.unit.zftune.daemon.client.test_session import Scripted
 
 parent = os.getpid()
 

@@ -8,6 +8,8 @@ import signal
 import sqlite3
 from collections.abc import Callable
 
+import pytest
+
 from tests.support.zftune.daemon.faults.stage import SOON_S, Stage, Training, until
 from zftune.errors import DaemonError
 from zftune.store import open_store
@@ -30,6 +32,7 @@ def goes_on(world: Stage, training: Training, record: object) -> None:
         training.until(lambda now: now["role"] is not None or world.state() == "frozen")
 
 
+@pytest.mark.smoke
 def test_it_is_killed(stage: Callable[..., Stage], chance: random.Random) -> None:
     world = stage()
     daemon, training = world.daemon(), world.train()

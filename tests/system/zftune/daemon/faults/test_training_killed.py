@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.support.tiers import fast
 from tests.support.zftune.daemon.faults.stage import Stage, Training, until
 
@@ -49,6 +51,7 @@ def ended(world: Stage, run: str) -> bool:
     return bool(states[run] == "ended")
 
 
+@pytest.mark.smoke
 def test_it_is_killed_in_every_state(stage: Callable[..., Stage], chance: random.Random) -> None:
     world, crashed, seen = stage(), [], []
     daemon = world.daemon(lease_s=LEASE_S)

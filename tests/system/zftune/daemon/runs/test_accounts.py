@@ -248,6 +248,7 @@ class Life:
         self.world.end()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", fresh_seeds("accounts", SEQUENCES))
 def test_the_account_agrees_with_a_stopwatch_whatever_happens(tmp_path: Path, samplers: Kept, seed: int) -> None:
     chance = random.Random(seed)

@@ -46,6 +46,7 @@ def active(world: World) -> list[Any]:
 # --- training goes wrong ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_training_that_goes_wrong_ends_the_search(world: World) -> None:
     agent = world.agent()
     agent.run_until("frozen")
@@ -106,6 +107,7 @@ def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPat
 # --- nobody is heard of -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_pause_needs_a_search_to_be_written_down_in(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from zftune.daemon.runs import session
 
@@ -133,6 +135,7 @@ def test_a_pause_needs_a_search_to_be_written_down_in(world: World, monkeypatch:
     assert agent.asked().role == "start"
 
 
+@pytest.mark.smoke
 def test_another_session_has_to_say_hello(world: World) -> None:
     agent = world.agent()
     agent.session = "f" * 32

@@ -14,6 +14,8 @@ from zftune.daemon.runs import sampler_pool
 from zftune.daemon.runs.sampler_pool import FairLock, SamplerPool
 from zftune.tuner.sampler_process import SamplerProcess
 
+pytestmark = pytest.mark.smoke
+
 WORK_S = 0.02
 SOON_S = 30.0
 

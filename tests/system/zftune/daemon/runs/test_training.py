@@ -88,6 +88,7 @@ def assert_same_weights(loop: Loop) -> None:
         other.close()
 
 
+@pytest.mark.smoke
 def test_commands_reach_a_training(
     tmp_path: Path, loop: Callable[..., Loop], quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +140,7 @@ class Quick(Direct):
         return answer
 
 
+@pytest.mark.smoke
 def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: Callable[..., Loop]) -> None:
     """The daemon thinks in threads of its own, in the machine's time; the training's stands still meanwhile.
 
@@ -189,6 +191,7 @@ GARBAGE: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_garbage_changes_nothing(loop: Callable[..., Loop], quick: None) -> None:
     answers = iter(GARBAGE)
     over = threading.Event()
@@ -210,6 +213,7 @@ def test_garbage_changes_nothing(loop: Callable[..., Loop], quick: None) -> None
     assert training.knobs == Setting.of(facts().config)
 
 
+@pytest.mark.smoke
 def test_a_setting_that_cannot_be_applied_is_a_crash_of_that_setting(loop: Callable[..., Loop], quick: None) -> None:
     absurd = {**Setting.of(facts().config).knobs(), "topk_ratio": 7.0}
     request = {"setting": absurd, "role": "explore", "trial": 1, "discard": 4, "steps": 20}
@@ -229,6 +233,7 @@ def test_a_setting_that_cannot_be_applied_is_a_crash_of_that_setting(loop: Calla
     assert training.knobs.knobs() == own
 
 
+@pytest.mark.smoke
 def test_a_slow_daemon_delays_no_step(transport: Direct, loop: Callable[..., Loop]) -> None:
     release, answered = threading.Event(), threading.Event()
 
@@ -284,6 +289,7 @@ def test_what_the_daemon_hears_while_nobody_answers_is_bounded(
     assert report.dropped >= 2 * (3000 - 1024)
 
 
+@pytest.mark.smoke
 def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
     training = Loop(None)

@@ -28,6 +28,7 @@ SEED = int(os.environ.get("ZFTUNE_FUZZ_SEED", "8"))
 
 
 @pytest.mark.timeout(300 + 4 * FUZZ_S)
+@pytest.mark.filterwarnings("ignore:offload is ignored")
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     import schemathesis  # late: 1 s
     from schemathesis.core.result import Ok

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.support import fork_server
-from tests.support.tiers import fast
 from tests.support.zftune.store.examples import PRESET
 from zftune.doctor.software import store_check
 from zftune.store import open_store
 from zftune.store.location import locate, meant_by, settled
 from zftune.store.opening import HEAD, backups
 from zftune.store.store import Store
-
-ROOT = Path(__file__).parents[4]
 
 
 def one_notice(store: Store) -> str:
@@ -152,6 +146,32 @@ def test_another_schema_is_not_opened(path: Path, store: Store, revision: str) -
     assert digest(path) == before
 
 
+@pytest.mark.parametrize("made", [False, True])
+def test_a_write_that_was_cut_short_is_undone(path: Path, tmp_path: Path, made: bool) -> None:
+    """As by a process that was killed before the log is written ahead: its journal lies beside the file."""
+    if made:
+        open_store(str(path)).close()
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+        connection.execute("PRAGMA cache_size=1")
+        if not made:
+            connection.execute("VACUUM")
+        connection.execute("BEGIN")
+        connection.execute("CREATE TABLE half (x)")
+        for _ in range(20):
+            connection.execute("INSERT INTO half VALUES (randomblob(9000))")
+        cut = tmp_path / "cut" / path.name
+        cut.parent.mkdir()
+        for name in (path.name, f"{path.name}-journal"):
+            shutil.copy(path.with_name(name), cut.with_name(name))
+    assert cut.with_name(f"{path.name}-journal").read_bytes()[0] != 0  # it would be played back
+    with open_store(str(cut)) as store:
+        assert store.notices == []
+        assert store.is_kept
+        store.save_preset(PRESET)
+
+
 def test_another_programs_database_is_not_opened(path: Path) -> None:
     path.parent.mkdir()
     write_database(path, "CREATE TABLE preset (theirs INTEGER)")
@@ -184,70 +204,6 @@ def test_a_server_that_cannot_be_had(url: str) -> None:
         assert ("$ZFTUNE_DB is " in notice and "it must be a path" in notice) != url.startswith("postgresql:")
         assert "secret" not in notice
         works_in_memory(store)
-
-
-READ_ONLY = """
-    from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
-    from zftune.store import open_store
-    with open_store(environment={"HOME": HOME}) as store:
-        assert not store.is_kept, store.path
-        print(*store.notices, sep="|")
-        store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-"""
-
-
-@pytest.mark.parametrize("there", fast([True], all_of=[False, True]))
-def test_a_home_that_may_not_be_written(tmp_path: Path, there: bool) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    if there:
-        with open_store(environment={"HOME": str(home)}) as store:
-            store.save_preset(PRESET)
-    for path in sorted(home.rglob("*"), reverse=True):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    home.chmod(0o555)
-    bound = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
-    if bound and shutil.which("setpriv") is None:
-        pytest.skip("the superuser may write anywhere, and there is no setpriv to give that up")
-    code = textwrap.dedent(READ_ONLY).replace("HOME})", f"{str(home)!r}}})")
-    done = subprocess.run([*bound, sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    (notice,) = done.stdout.splitlines()
-    assert notice.startswith("~/.local/share/zftune/zftune.db cannot be used (")
-    assert "|" not in notice
-
-
-FULL = """
-    import resource, signal
-    from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
-    from zftune.errors import StoreError
-    from zftune.store import open_store
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MOST, MOST))
-    store = open_store(PATH)
-    print(len(store.notices), store.is_kept)
-    try:
-        for _ in range(300 if store.is_kept else 1):
-            store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-    except StoreError as error:
-        print(error)
-    print(len(store.runs()))
-"""
-
-
-def limited(path: Path, limit_bytes: int) -> list[str]:
-    """The program's lines, where no file may grow beyond a limit: as on a disk that is full."""
-    code = textwrap.dedent(FULL).replace("PATH", repr(str(path))).replace("MOST", str(limit_bytes))
-    return fork_server.run(["-c", code], check=True, cwd=ROOT).stdout.splitlines()
-
-
-def test_a_disk_that_fills_up(path: Path) -> None:
-    opened, fault, count = limited(path, 200_000)
-    assert opened == "0 True"
-    assert fault.startswith("$ZFTUNE_DB could not be written (")
-    with open_store(str(path)) as store:
-        assert store.notices == []
-        assert len(store.runs()) == int(count) > 0
 
 
 # --- network file systems ---------------------------------------------------------------------------------------------
