@@ -17,6 +17,7 @@ CUT = "import steps; steps.train(4, end=None); "
 NOTHING = "pass; "
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("code", fast([3], all_of=[0, 1, 2, 3, 77, 126, 127, 130, 255]))
 @pytest.mark.parametrize("before", [STEPS, NOTHING], ids=["measured", "nothing"])
 def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> None:
@@ -30,6 +31,7 @@ def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> N
         ended.says(f"the command ended with exit code {code} before a training step ended")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["SIGTERM"], all_of=SIGNALS))
 @pytest.mark.parametrize("before", [CUT, NOTHING], ids=["measured", "nothing"])
 def test_a_killed_command(python: Run, before: str, name: str) -> None:
@@ -77,6 +79,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("program", fast(["no-such-program"], all_of=list(UNFIT)))
 def test_what_cannot_be_run_is_a_sentence(profile: Run, tmp_path: Path, program: str) -> None:
     (tmp_path / "folder").mkdir()

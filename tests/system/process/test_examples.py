@@ -34,6 +34,7 @@ def env() -> dict[str, str | None]:
     return {**upstream_ops.environment(), "DS_ACCELERATOR": None, "PYTHONPATH": None}
 
 
+@pytest.mark.smoke
 def test_every_example_is_run_somewhere() -> None:
     run = [*EXAMPLES, *RUN_ELSEWHERE, *HUGGING_FACE, RANKS, RESTARTS]
     assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(run)
@@ -41,6 +42,7 @@ def test_every_example_is_run_somewhere() -> None:
         assert (ROOT / place).exists()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["plain_pytorch.py"], all_of=EXAMPLES))
 def test_an_example(profile: Run, tmp_path: Path, env: dict[str, str | None], name: str) -> None:
     if name.startswith("deepspeed"):

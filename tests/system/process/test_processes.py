@@ -101,6 +101,7 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 GRANDCHILD = "grandchild = subprocess.Popen(['sleep', '100'])\nopen('stays', 'w').write(f'{grandchild.pid}\\n')\n"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("signum", "to"),
     fast(
@@ -127,6 +128,7 @@ def test_a_signal_reaches_the_command_once_and_the_report_is_made(
     assert (code_, document is not None) == (41, True), error
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["profile", "keeper"])
 def test_nothing_outlives_a_profile_that_was_killed(tmp_path: Path, victim: str) -> None:
     tell = "open('folder', 'w').write(os.environ['ZFTUNE_AGENT_DIR'] + '\\n')\n"

@@ -47,6 +47,7 @@ HARD = {
 BY_DAY = ["kill", "fork"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(BY_DAY, all_of=list(HARD)))
 def test_a_script_that_makes_it_hard(python: Run, name: str) -> None:
     code, exit_code, steps = HARD[name]
@@ -124,6 +125,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.smoke
 def test_another_python_without_torch(profile: Run, other_python: Path) -> None:
     ended = profile(other_python, "-c", "print('ran')").is_clean()
     assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
@@ -144,6 +146,7 @@ def test_another_python_without_this_zftune(
     ended.says("this Python has zftune 0.0.1" if version else "has no zftune")
 
 
+@pytest.mark.smoke
 def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{IMPORTS}training.train()")
     torchrun = Path(sys.executable).with_name("torchrun")

@@ -43,6 +43,7 @@ def adds_up(step: Line) -> bool:
     )
 
 
+@pytest.mark.smoke
 def test_a_plain_script_is_recorded(tmp_path: Path) -> None:
     child = train(tmp_path, PLAIN, warmup=2, steps=5)
     header, model = child.only("header"), child.only("model")
@@ -77,6 +78,7 @@ def test_steps_are_those_of_the_scripts_own_stopwatch(tmp_path: Path) -> None:
         assert took_ms <= (ended - begins) / 1e6 + NS_IN_MS
 
 
+@pytest.mark.smoke
 def test_the_training_is_what_it_is_without_us(tmp_path: Path) -> None:
     recorded = train(tmp_path, PLAIN)
     folder = tmp_path / "untouched"
@@ -117,6 +119,7 @@ SLEEPY = """
 """
 
 
+@pytest.mark.smoke
 def test_phases_are_where_they_belong(tmp_path: Path) -> None:
     """Each phase sleeps for its own time: one that had another's would leave that one with less than it slept."""
     child = train(tmp_path, SLEEPY)
@@ -145,6 +148,7 @@ def test_without_a_data_loader_forward_begins_with_the_step(tmp_path: Path) -> N
     assert "DataLoader" in child.missing["throughput.tokens_per_s"]
 
 
+@pytest.mark.smoke
 def test_accumulation_is_one_step(tmp_path: Path) -> None:
     child = train(
         tmp_path,
@@ -182,6 +186,7 @@ def test_tokens_of_accumulation_without_warmup(tmp_path: Path, warmup: int) -> N
     assert child.only("model")["tokens_per_step"] == 4 * 4 * 17
 
 
+@pytest.mark.smoke
 def test_a_second_training_takes_the_place_of_the_first(tmp_path: Path) -> None:
     """The first one's optimizer stays alive, as it does in most scripts."""
     child = train(
@@ -293,6 +298,7 @@ def test_an_optimizer_that_is_gone_is_replaced(tmp_path: Path) -> None:
     assert child.only("end")["reason"] == "measured"
 
 
+@pytest.mark.smoke
 def test_optimizers_inside_backward_are_named_as_the_reason(tmp_path: Path) -> None:
     child = train(
         tmp_path,
@@ -328,6 +334,7 @@ def test_an_optimizer_without_any_backward_is_no_training(tmp_path: Path) -> Non
     assert child.files == []
 
 
+@pytest.mark.smoke
 def test_hooks_and_wrappers_are_gone_afterwards(tmp_path: Path) -> None:
     child = train(
         tmp_path,

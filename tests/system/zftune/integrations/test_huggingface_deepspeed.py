@@ -92,6 +92,7 @@ def column(seen: dict[str, Any], name: str) -> list[float]:
     return [entry[name] for entry in seen["log"]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainer_goes_on_as_deepspeed_does(trainings: Path, name: str) -> None:
     """From an import under `zftune run`: steps, rates, losses, weights."""
