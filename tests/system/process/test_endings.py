@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.process.fixtures import PYTHON, Run
 from tests.support.tiers import fast
-from zftune.cli.main import main
 
 SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGPIPE", "SIGUSR1"]
 STEPS = "import steps; steps.train(); "
@@ -100,31 +99,3 @@ def test_a_script_without_its_first_line_runs_as_in_a_shell(profile: Run, tmp_pa
     script.chmod(0o755)
     ended = profile(script).is_clean()
     assert (ended.code, ended.document is not None) == (4, True)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--json -", "--json '-': standard output is the command's; "),
-        ("--json p --trace ./p", "--trace './p'"),
-        ("--steps abc", "--steps is 'abc'; it must be an integer"),
-        ("--steps 0", "--steps is 0; it must be an integer >= 1"),
-        ("--warmup -1", "--warmup is -1; it must be an integer >= 0"),
-        ("--html missing/x.html", "--html 'missing/x.html'"),
-        ("--trace -", "--trace '-'"),
-        ("--with-baselines", "--with-baselines"),
-        ("--topk-ratio 0.5", "--topk-ratio '0.5'"),
-        ("--model tiny", "--model 'tiny'"),
-        ("--rig none", "--rig 'none'"),
-    ],
-)
-def test_options_that_a_command_has_no_use_for_are_refused_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str, sentence: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["zftune", "profile", *options.split(), "--", "touch", "it-ran"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"zftune: {sentence}")
-    assert not (tmp_path / "it-ran").exists()

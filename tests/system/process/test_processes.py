@@ -183,13 +183,6 @@ def test_stop_waits_for_a_rank_that_is_not_done(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
 
-def test_the_run_goes_on_without_stop(python: Run, tmp_path: Path) -> None:
-    ended = python(f"{IMPORTS}steps.train()\ntime.sleep(1)\nopen('went-on', 'w')").is_clean()
-    assert (ended.code, (tmp_path / "went-on").exists()) == (0, True)
-    assert ended.document is not None
-    assert not ended.document["command"]["stopped"]
-
-
 def test_this_process_is_what_the_tests_take_it_for() -> None:
     assert is_running(os.getpid())
     gone = subprocess.Popen([sys.executable, "-c", "pass"])

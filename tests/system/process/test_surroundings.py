@@ -198,10 +198,3 @@ def test_the_document_names_no_path_argument_user_or_host(profile: Run, tmp_path
     for secret in (str(tmp_path), "hunter2", "hunter3", "--token", "/dev/shm", "secret-script"):
         assert secret not in text
     assert not re.search(rf"\b{re.escape(os.uname().nodename)}\b", text)
-
-
-def test_no_folder_is_left_behind(python: Run) -> None:
-    ended = python(f"{STEPS}import os; print(os.environ['ZFTUNE_AGENT_DIR'])").is_clean()
-    folder = Path(ended.out.decode().strip())
-    assert folder.name.startswith("zftune-")
-    assert not folder.exists()

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.process.fixtures import LIB, PYTHON, Profiled, Run
 from tests.support.tiers import fast
-from zftune.cli.profile import _say_it_ends
 
 TRAINED = b"trained 9\n"
 OPTIONS = ("--warmup", 2)
@@ -157,21 +156,6 @@ def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
     assert [rank["rank"] for rank in ended.document["ranks"]] == [0, 1]
     assert ended.document["command"]["script"] == "train.py"
     assert ended.document["command"]["ranks"] == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "whose"),
-    [
-        ("/bin/torchrun train.py", "; what torchrun prints of a signal from here on is its own, and no failure"),
-        ("python -m torch.distributed.run train.py", "; what torch.distributed.run prints of a signal from"),
-        ("python train.py", "\n"),
-    ],
-)
-def test_what_a_launcher_says_of_its_end_is_announced(
-    command: str, whose: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _say_it_ends(command.split())
-    assert capsys.readouterr().err.startswith(f"zftune: all steps are measured, ending the command{whose}")
 
 
 def test_stop_under_torchrun(profile: Run, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.support.privileges import with_no_right_over_modes
 from tests.support.zftune.fixtures import MINI_POSITIONS, MINI_TIMELINE, rig_text
 from zftune.cli import main as cli
 from zftune.cli.main import main
+from zftune.cli.profile import _say_it_ends
 
 ZFTUNE = Path(sys.executable).with_name("zftune")
 
@@ -277,3 +278,42 @@ def test_a_working_directory_that_is_gone_is_one_sentence(
         main()
     told = "zftune: the working directory is gone or cannot be read: cd to one that is there\n"
     assert (ended.value.code, capsys.readouterr().err) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--json -", "--json '-': standard output is the command's; "),
+        ("--json p --trace ./p", "--trace './p'"),
+        ("--steps abc", "--steps is 'abc'; it must be an integer"),
+        ("--steps 0", "--steps is 0; it must be an integer >= 1"),
+        ("--warmup -1", "--warmup is -1; it must be an integer >= 0"),
+        ("--html missing/x.html", "--html 'missing/x.html'"),
+        ("--trace -", "--trace '-'"),
+        ("--with-baselines", "--with-baselines"),
+        ("--topk-ratio 0.5", "--topk-ratio '0.5'"),
+        ("--model tiny", "--model 'tiny'"),
+        ("--rig none", "--rig 'none'"),
+    ],
+)
+def test_options_that_a_command_has_no_use_for_are_refused_before_it_runs(
+    zftune: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = zftune("profile", *options.split(), "--", "touch", "it-ran")
+    assert (ended.code, ended.err.startswith(f"zftune: {sentence}")) == (2, True), ended.err
+
+
+@pytest.mark.parametrize(
+    ("command", "whose"),
+    [
+        ("/bin/torchrun train.py", "; what torchrun prints of a signal from here on is its own, and no failure"),
+        ("python -m torch.distributed.run train.py", "; what torch.distributed.run prints of a signal from"),
+        ("python train.py", "\n"),
+    ],
+)
+def test_what_a_launcher_says_of_its_end_is_announced(
+    command: str, whose: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _say_it_ends(command.split())
+    assert capsys.readouterr().err.startswith(f"zftune: all steps are measured, ending the command{whose}")

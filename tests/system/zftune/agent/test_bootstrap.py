@@ -147,11 +147,3 @@ def test_a_python_without_zftune_is_named(tmp_path: Path) -> None:
     assert child.stderr == ""
     assert "has no zftune" in child.only("end")["error"]
     assert child.only("header")["rank"] == 1
-
-
-@pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
-def test_python_that_looks_at_no_sitecustomize(tmp_path: Path, flag: str) -> None:
-    folder = tmp_path / "records"
-    folder.mkdir()
-    child = run([sys.executable, flag, "-c", "print(1)"], folder, environ(folder), started=True)
-    assert (child.stdout, child.files) == ("1\n", [])
