@@ -77,7 +77,6 @@ def losses(tmp_path: Path, script: str, *options: str) -> tuple[list[float], str
     return found, out + errors
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("script", fast(["minimal"], all_of=["minimal", "zero_offload", "trainer"]))
 def test_an_example_trains_alike_with_both_backends(tmp_path: Path, script: str) -> None:
     upstream_ops.need()
