@@ -112,12 +112,11 @@ def test_with_accelerate_passes_of_two_ranks_are_one_batch() -> None:
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_with_hugging_face_it_goes_on(tmp_path: Path, ranks: int, name: str) -> None:
+def test_with_hugging_face_it_goes_on_on_three_ranks(tmp_path: Path, name: str) -> None:
     save, resume = ("--save", "--resume") if name.startswith("accelerate") else ("--output", "--output")
     more = [] if name.startswith("accelerate") else ["--resume"]
     first = said_on(2, name, "--batch", "2", "--length", "64", save, str(tmp_path / "saved"))
-    again = said_on(ranks, name, "--batch", "2", "--length", "64", resume, str(tmp_path / "saved"), *more, steps=21)
+    again = said_on(3, name, "--batch", "2", "--length", "64", resume, str(tmp_path / "saved"), *more, steps=21)
     assert losses(again)[0] < 0.95 * losses(first)[0]
 
 
