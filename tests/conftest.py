@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -75,6 +76,11 @@ def _what_processes_are_forked_from_ends_with_the_session() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
+    if importlib.util.find_spec("hypothesis"):  # tests/system/gpu runs without it, too
+        from hypothesis import settings
+
+        settings.register_profile("no clock", deadline=None)  # a machine may be busy
+        settings.load_profile("no clock")
     if "ZFTUNE_TEST_OTHER_MACHINE" in os.environ:
         importlib.import_module("tests.support.other_machine")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as behind `nohup` or `&`; children inherit it

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.process.fixtures import PYTHON, Run
 from tests.support.tiers import fast
-from zftune.cli.main import main
 
 SIGNALS = ["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGABRT", "SIGHUP", "SIGPIPE", "SIGUSR1"]
 STEPS = "import steps; steps.train(); "
@@ -17,6 +16,7 @@ CUT = "import steps; steps.train(4, end=None); "
 NOTHING = "pass; "
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("code", fast([3], all_of=[0, 1, 2, 3, 77, 126, 127, 130, 255]))
 @pytest.mark.parametrize("before", [STEPS, NOTHING], ids=["measured", "nothing"])
 def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> None:
@@ -30,6 +30,7 @@ def test_the_exit_code_is_the_commands(python: Run, before: str, code: int) -> N
         ended.says(f"the command ended with exit code {code} before a training step ended")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["SIGTERM"], all_of=SIGNALS))
 @pytest.mark.parametrize("before", [CUT, NOTHING], ids=["measured", "nothing"])
 def test_a_killed_command(python: Run, before: str, name: str) -> None:
@@ -77,6 +78,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("program", fast(["no-such-program"], all_of=list(UNFIT)))
 def test_what_cannot_be_run_is_a_sentence(profile: Run, tmp_path: Path, program: str) -> None:
     (tmp_path / "folder").mkdir()
@@ -97,31 +99,3 @@ def test_a_script_without_its_first_line_runs_as_in_a_shell(profile: Run, tmp_pa
     script.chmod(0o755)
     ended = profile(script).is_clean()
     assert (ended.code, ended.document is not None) == (4, True)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ("--json -", "--json '-': standard output is the command's; "),
-        ("--json p --trace ./p", "--trace './p'"),
-        ("--steps abc", "--steps is 'abc'; it must be an integer"),
-        ("--steps 0", "--steps is 0; it must be an integer >= 1"),
-        ("--warmup -1", "--warmup is -1; it must be an integer >= 0"),
-        ("--html missing/x.html", "--html 'missing/x.html'"),
-        ("--trace -", "--trace '-'"),
-        ("--with-baselines", "--with-baselines"),
-        ("--topk-ratio 0.5", "--topk-ratio '0.5'"),
-        ("--model tiny", "--model 'tiny'"),
-        ("--rig none", "--rig 'none'"),
-    ],
-)
-def test_options_that_a_command_has_no_use_for_are_refused_before_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, options: str, sentence: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["zftune", "profile", *options.split(), "--", "touch", "it-ran"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"zftune: {sentence}")
-    assert not (tmp_path / "it-ran").exists()

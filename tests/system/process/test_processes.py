@@ -101,6 +101,7 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 GRANDCHILD = "grandchild = subprocess.Popen(['sleep', '100'])\nopen('stays', 'w').write(f'{grandchild.pid}\\n')\n"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("signum", "to"),
     fast(
@@ -127,6 +128,7 @@ def test_a_signal_reaches_the_command_once_and_the_report_is_made(
     assert (code_, document is not None) == (41, True), error
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["profile", "keeper"])
 def test_nothing_outlives_a_profile_that_was_killed(tmp_path: Path, victim: str) -> None:
     tell = "open('folder', 'w').write(os.environ['ZFTUNE_AGENT_DIR'] + '\\n')\n"
@@ -179,13 +181,6 @@ def test_stop_waits_for_a_rank_that_is_not_done(tmp_path: Path) -> None:
     assert ended == 0, error
     assert document is not None
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
-
-
-def test_the_run_goes_on_without_stop(python: Run, tmp_path: Path) -> None:
-    ended = python(f"{IMPORTS}steps.train()\ntime.sleep(1)\nopen('went-on', 'w')").is_clean()
-    assert (ended.code, (tmp_path / "went-on").exists()) == (0, True)
-    assert ended.document is not None
-    assert not ended.document["command"]["stopped"]
 
 
 def test_this_process_is_what_the_tests_take_it_for() -> None:

@@ -45,6 +45,7 @@ def run(folder: Path, *words: str, options: tuple[str, ...] = (), **env: str) ->
     return fork_server.zftune("run", *options, "--", *words, env=environment, cwd=folder, timeout=120)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("code", fast([77], all_of=[0, 1, 77, 255]))
 def test_it_is_the_same_process_with_the_commands_exit_code(code: int) -> None:
     script = f"import os, sys; print(os.getpid()); print('err', file=sys.stderr); sys.exit({code})"
@@ -53,6 +54,7 @@ def test_it_is_the_same_process_with_the_commands_exit_code(code: int) -> None:
     assert (begun.returncode, int(out), err) == (code, begun.pid, "err\n")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["SIGTERM"], all_of=["SIGKILL", "SIGTERM", "SIGINT", "SIGSEGV", "SIGHUP"]))
 def test_a_signal_that_ends_it_is_seen_as_its_own(name: str) -> None:
     """Behind a wrapper, too."""
@@ -68,6 +70,7 @@ def test_a_pipe_that_is_closed_ends_it_as_in_a_shell() -> None:
     assert (done.stdout, done.returncode) == (b"y\n", 128 + signal.SIGPIPE)
 
 
+@pytest.mark.smoke
 def test_ctrl_c_goes_to_the_command_alone() -> None:
     wait = (
         "import time\ntry:\n    print('ready', flush=True)\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    exit(5)"
@@ -95,6 +98,7 @@ def test_it_has_the_terminal() -> None:
     os.close(ours)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("command", "out", "err"),
     [
@@ -112,6 +116,7 @@ def test_who_is_reached(folder: Path, command: tuple[str, ...], out: str, err: s
     assert done.stderr.count("\n") == (err != "")
 
 
+@pytest.mark.smoke
 def test_zftune_disable_leaves_everything_alone(folder: Path) -> None:
     """The "zftune" section of a ds_config is not read either."""
     (folder / "ds.json").write_text('{"zftune": {"quality": "best"}}')
@@ -122,6 +127,7 @@ def test_zftune_disable_leaves_everything_alone(folder: Path) -> None:
     assert not (folder / "z.sock.log").exists()
 
 
+@pytest.mark.smoke
 def test_every_rank_of_torchrun_is_reached(folder: Path) -> None:
     """One of them speaks for all."""
     reached = "import deepspeed, os\nopen(os.environ['RANK'], 'w').write(deepspeed.initialize.__zftune_original__())\n"
@@ -149,6 +155,7 @@ TOLD: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["a loop of its own", "tuned", "DeepSpeed"], all_of=list(TOLD)))
 def test_why_nothing_comes_of_it_is_told_at_the_first_step(folder: Path, name: str) -> None:
     options, code, told = TOLD[name]
@@ -162,11 +169,13 @@ def test_why_nothing_comes_of_it_is_told_at_the_first_step(folder: Path, name: s
     assert not (folder / "o.json").exists()
 
 
+@pytest.mark.smoke
 def test_ranks_beyond_the_first_are_silent(folder: Path) -> None:
     assert run(folder, PYTHON, "-c", STEP, RANK="1").stderr == ""
     assert run(folder, BARE, "-c", "import deepspeed", RANK="1").stderr == ""
 
 
+@pytest.mark.smoke
 def test_the_line_that_it_names_works() -> None:
     scope: dict[str, Any] = {}
     exec("import torch, zenflow; model = torch.nn.Linear(2, 2)", scope)
@@ -174,6 +183,7 @@ def test_the_line_that_it_names_works() -> None:
     scope["optimizer"].close()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("code", "told"),
     [
@@ -218,6 +228,7 @@ finally:
 """
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_of_zero_is_refused_in_a_sentence(tmp_path: Path) -> None:
     upstream_ops.need()
     done = run(tmp_path, PYTHON, "-c", ZERO, options=(), **upstream_ops.environment())

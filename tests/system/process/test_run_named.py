@@ -77,6 +77,7 @@ def run(folder: Path, config: dict[str, Any], launcher: str) -> subprocess.Compl
     return fork_server.zftune("run", "--", *command, env=environment, cwd=folder, timeout=300)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("launcher", "left"),
     tiers.fast(

@@ -48,6 +48,7 @@ CASES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("quality", "knobs", "lines"), fast(CASES[:1], all_of=CASES))
 def test_a_plain_config_on_a_plain_cpu(tmp_path: Path, quality: str, knobs: str, lines: list[str]) -> None:
     upstream_ops.need()

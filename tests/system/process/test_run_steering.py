@@ -62,6 +62,7 @@ def run(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[s
     return fork_server.zftune(*words, env={**kept, **own, **more}, cwd=folder, timeout=150)
 
 
+@pytest.mark.smoke
 def test_a_run_tuned_by_a_daemon_is_replayed_bit_for_bit(folder: Path) -> None:
     with_auto = SCRIPT.replace("update_interval=4", 'update_interval="auto"')  # left once there is a search
     assert with_auto != SCRIPT
@@ -151,6 +152,7 @@ def test_a_script_that_tunes_itself_is_replayed_all_the_same(folder: Path) -> No
     assert "zftune.attach does nothing: the settings come from a schedule" in tuned.stderr
 
 
+@pytest.mark.smoke
 def test_a_schedule_changes_the_weights(folder: Path) -> None:
     changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"update_interval": 2, "apply_lag": 1}}]}
     (folder / "schedule.json").write_text(json.dumps(changes))
@@ -195,6 +197,7 @@ def test_a_trainer_gets_the_callback_once(folder: Path, given: str) -> None:
     assert done.stderr.count("zftune tunes with quality") == 1
 
 
+@pytest.mark.smoke
 def test_knobs_that_do_not_fit_end_it_with_a_sentence(folder: Path) -> None:
     changes = {"zftune_schedule": 1, "steps": [{"after_step": 5, "knobs": {"apply_lag": 9}}]}
     (folder / "schedule.json").write_text(json.dumps(changes))

@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.process.fixtures import LIB, PYTHON, Profiled, Run
 from tests.support.tiers import fast
-from zftune.cli.profile import _say_it_ends
 
 TRAINED = b"trained 9\n"
 OPTIONS = ("--warmup", 2)
@@ -44,10 +43,10 @@ HARD = {
     "thread": ("worker = threading.Thread(target=training.train); worker.start(); worker.join()", 0, 5),
     "exec": ("os.environ['PYTHONPATH'] = ''; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0, 0),
 }
-BY_DAY = ["kill", "fork"]
 
 
-@pytest.mark.parametrize("name", fast(BY_DAY, all_of=list(HARD)))
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", fast(["fork"], all_of=list(HARD)))
 def test_a_script_that_makes_it_hard(python: Run, name: str) -> None:
     code, exit_code, steps = HARD[name]
     ended = python(IMPORTS + code, options=OPTIONS).is_clean()
@@ -124,6 +123,7 @@ def other_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.smoke
 def test_another_python_without_torch(profile: Run, other_python: Path) -> None:
     ended = profile(other_python, "-c", "print('ran')").is_clean()
     assert (ended.code, ended.out, ended.document) == (0, b"ran\n", None)
@@ -154,21 +154,6 @@ def test_ranks_under_torchrun(profile: Run, tmp_path: Path) -> None:
     assert [rank["rank"] for rank in ended.document["ranks"]] == [0, 1]
     assert ended.document["command"]["script"] == "train.py"
     assert ended.document["command"]["ranks"] == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "whose"),
-    [
-        ("/bin/torchrun train.py", "; what torchrun prints of a signal from here on is its own, and no failure"),
-        ("python -m torch.distributed.run train.py", "; what torch.distributed.run prints of a signal from"),
-        ("python train.py", "\n"),
-    ],
-)
-def test_what_a_launcher_says_of_its_end_is_announced(
-    command: str, whose: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _say_it_ends(command.split())
-    assert capsys.readouterr().err.startswith(f"zftune: all steps are measured, ending the command{whose}")
 
 
 def test_stop_under_torchrun(profile: Run, tmp_path: Path) -> None:

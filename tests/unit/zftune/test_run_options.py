@@ -130,12 +130,6 @@ def test_a_command_is_asked_for(started: Started) -> None:
     assert started == []
 
 
-@pytest.mark.parametrize(("program", "why"), [("no-such", "No such file or directory"), ("/", "Permission denied")])
-def test_a_command_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch, program: str, why: str) -> None:
-    monkeypatch.undo()
-    assert str(invoke("--", program).exception) == f"CMD '{program}' cannot be run ({why})"
-
-
 @pytest.mark.parametrize(
     ("options", "given"),
     [

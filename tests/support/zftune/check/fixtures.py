@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 from tests.support import fork_server, upstream_ops
 from tests.support.once import once
+from tests.support.tiers import everything, fast
 from tests.support.zftune.check.cases import CASES, SAFE, Bad, safe
 from tests.support.zftune.check.shapes import PUT_TO_IT
 from zftune.ds_config.reading import filled
 
+PUT = fast(dict(islice(PUT_TO_IT.items(), 0, None, max(1, len(PUT_TO_IT) // 10))), all_of=PUT_TO_IT)
+"""What `check` and DeepSpeed are to agree about."""
 ROOT = Path(__file__).parents[4]
 # The others: DeepSpeed has no fp16 on a CPU, and an overlapped worker takes 15 s to begin.
 TRAINED = ("zero1", "zero2-offload", "zero3-offload", "twin-flow", "zenflow-sequential", "scheduler", "hugging-face")
@@ -31,6 +35,19 @@ class Outcomes:
     def __init__(self, folder: Path) -> None:
         jobs: list[dict[str, Any]] = []
         self._index: dict[str, int] = {}
+        for name, config in PUT.items():
+            self._add(jobs, f"put {name}", config, "initialize")
+        if everything():
+            self._add_known(jobs)
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        module = "tests.support.zftune.check.upstream_worker"
+        words: list[str | Path] = ["-m", module, folder / "jobs.json", folder / "results.json"]
+        environment = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
+        done = fork_server.run(words, cwd=ROOT, env=environment, timeout=800)
+        assert done.returncode == 0, done.stderr[-2000:]
+        self._results = json.loads((folder / "results.json").read_text())
+
+    def _add_known(self, jobs: list[dict[str, Any]]) -> None:
         for case in CASES:
             if case.proof == "elsewhere":
                 continue
@@ -46,15 +63,6 @@ class Outcomes:
             doubling, selection = {**safe("fp16-offload"), "fp16": doubles}, safe("zenflow-sequential")
             self._add(jobs, f"doubling {stage}", _at_stage(doubling, stage), "moves")
             self._add(jobs, f"selection {stage}", _at_stage(selection, stage), "selection")
-        for name, config in PUT_TO_IT.items():
-            self._add(jobs, f"put {name}", config, "initialize")
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        module = "tests.support.zftune.check.upstream_worker"
-        words: list[str | Path] = ["-m", module, folder / "jobs.json", folder / "results.json"]
-        environment = {**os.environ, **upstream_ops.environment(), "OMP_NUM_THREADS": "1"}
-        done = fork_server.run(words, cwd=ROOT, env=environment, timeout=800)
-        assert done.returncode == 0, done.stderr[-2000:]
-        self._results = json.loads((folder / "results.json").read_text())
 
     def _add(
         self, jobs: list[dict[str, Any]], name: str, config: dict[str, Any], proof: str, mended: str | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.support.tiers import fast
 from tests.support.upstream_ops import ROOT, allow_fp16, environment
 from tests.support.zftune.checkpoint.tiny import BETAS, EPS, LR, Tiny, groups_of, loss_of
 
@@ -32,9 +33,12 @@ CASES: dict[str, dict[str, Any]] = {
         "zenflow": {"topk_ratio": 0.3, "update_interval": 2, "select_interval": 4, "select_strategy": "step"},
     },
 }
-CASES_OF = {1: [name for name in CASES if name != "zero2_robin"], 2: ["zero2_bf16", "zero2_robin"]}
+CASES_OF = fast(
+    {1: ["zero1_bf16", "zero2_bf16"], 2: ["zero2_bf16"]},
+    all_of={1: [name for name in CASES if name != "zero2_robin"], 2: ["zero2_bf16", "zero2_robin"]},
+)
 """By the number of ranks."""
-BACK = ("zero2_bf16", "zero2_fp32", "zero1_client")
+BACK = fast(("zero2_bf16",), all_of=("zero2_bf16", "zero2_fp32", "zero1_client"))
 """Those that go on, and whose import DeepSpeed's engine goes on with."""
 
 

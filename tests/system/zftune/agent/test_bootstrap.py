@@ -39,6 +39,7 @@ def raised(child: Child) -> list[str]:
     return [line for line in child.stderr.splitlines() if re.match(r"\w+(Error|Exit): ", line)]
 
 
+@pytest.mark.smoke
 def test_the_environment() -> None:
     found = agent.environment(Path("/x"), warmup=3, steps=7, base={"A": "b"})
     assert found == {
@@ -56,11 +57,13 @@ def test_the_environment() -> None:
     )
 
 
+@pytest.mark.smoke
 def test_it_is_python_3_6() -> None:
     source = (agent.BOOTSTRAP / "sitecustomize.py").read_text()
     ast.parse(source, feature_version=(3, 6))
 
 
+@pytest.mark.smoke
 def test_the_next_sitecustomize_runs(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("MINE = 7\nimport sys\nsys.mine = __file__")
     with_us, without = python(
@@ -104,6 +107,7 @@ def test_torch_keeps_its_loader(tmp_path: Path) -> None:
     assert with_us.stdout == without.stdout != ""
 
 
+@pytest.mark.smoke
 def test_a_torch_that_cannot_be_imported_fails_as_it_would(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('broken torch')")
     code = "try:\n    import torch\nexcept ImportError as error:\n    print(error)\nimport torch"
@@ -112,10 +116,12 @@ def test_a_torch_that_cannot_be_imported_fails_as_it_would(tmp_path: Path) -> No
     assert with_us.files == []
 
 
+@pytest.mark.smoke
 def test_switched_off(tmp_path: Path) -> None:
     assert train(tmp_path, STEPS, ZFTUNE_DISABLE="1").files == []
 
 
+@pytest.mark.smoke
 def test_another_zftune_is_named_and_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
@@ -126,6 +132,7 @@ def test_another_zftune_is_named_and_left_alone(tmp_path: Path) -> None:
     assert child.steps == []
 
 
+@pytest.mark.smoke
 def test_a_python_without_zftune_is_named(tmp_path: Path) -> None:
     base = sys.base_prefix + "/bin/python3"
     bare = tmp_path / "bare"
@@ -140,11 +147,3 @@ def test_a_python_without_zftune_is_named(tmp_path: Path) -> None:
     assert child.stderr == ""
     assert "has no zftune" in child.only("end")["error"]
     assert child.only("header")["rank"] == 1
-
-
-@pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
-def test_python_that_looks_at_no_sitecustomize(tmp_path: Path, flag: str) -> None:
-    folder = tmp_path / "records"
-    folder.mkdir()
-    child = run([sys.executable, flag, "-c", "print(1)"], folder, environ(folder), started=True)
-    assert (child.stdout, child.files) == ("1\n", [])

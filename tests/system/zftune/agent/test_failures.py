@@ -31,6 +31,7 @@ QUIET = """
 """
 
 
+@pytest.mark.smoke
 def test_an_optimizer_that_we_cannot_look_at(tmp_path: Path) -> None:
     child = train(
         tmp_path,
@@ -99,6 +100,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert "checksum" in child.said
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "value", "said"), [("ZFTUNE_AGENT_STEPS", "many", "ValueError"), ("ZFTUNE_AGENT_WARMUP", None, "KeyError")]
 )

@@ -22,6 +22,7 @@ LOOP = """
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("ending", "code", "last"),
     [
@@ -163,6 +164,7 @@ def test_a_model_that_is_fully_sharded_is_named(tmp_path: Path) -> None:
     assert child.only("end")["reason"] == "measured"
 
 
+@pytest.mark.smoke
 def test_training_in_a_thread_that_is_not_the_main_one(tmp_path: Path) -> None:
     child = train(
         tmp_path,
@@ -218,6 +220,7 @@ def test_training_that_moves_to_another_thread_goes_on(tmp_path: Path) -> None:
     assert child.only("end")["reason"] == "measured"
 
 
+@pytest.mark.smoke
 def test_a_step_that_raised_is_left(tmp_path: Path) -> None:
     child = train(
         tmp_path,
@@ -273,6 +276,7 @@ ENDED = """
 KILL = "os.kill(os.getpid(), signal.SIGTERM)"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kill", [KILL, "del (stubborn := [Stubborn()])[0]"], ids=["anywhere", "where it is swallowed"])
 def test_what_is_stopped_ends_as_by_an_exit(tmp_path: Path, kill: str) -> None:
     done = train(tmp_path, ENDED.format(kill=kill), check=False, ZFTUNE_AGENT_STOP="1")

@@ -68,6 +68,7 @@ def test_a_compiled_training_step_is_left_alone_and_named(tmp_path: Path) -> Non
     assert "compiled" in child.missing["step_ms"]
 
 
+@pytest.mark.smoke
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     child = train(
@@ -148,6 +149,7 @@ def engine(tmp_path: Path, zero: str) -> Child:
     return run([sys.executable, script(tmp_path, ENGINE), zero], folder, env, timeout=280)
 
 
+@pytest.mark.smoke
 def test_deepspeed_steps_at_the_boundaries_of_accumulation(tmp_path: Path) -> None:
     child = engine(tmp_path, '{"stage": 1}')
     assert child.only("end")["reason"] == "measured"
@@ -219,6 +221,7 @@ RUNTIME = """
         """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("device", ["None", "EmulatedAccelerator(rig)"])
 def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
     child = train(

@@ -113,6 +113,7 @@ def require_agreement(config: dict[str, Any], asked: Backend | None) -> bool:
     return sentence is not None
 
 
+@pytest.mark.smoke
 @settings(max_examples=fast(50, all_of=1000), deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=ds_configs(), asked=st.sampled_from([None, "zenflow", "deepspeed"]))
 @example(config={**safe("zero2-offload"), "zftune": {"backend": "deepspeed", "online": True}}, asked=None)
@@ -127,6 +128,7 @@ def test_what_a_run_refuses_is_an_error_of_the_check(config: dict[str, Any], ask
     event("refused" if require_agreement(config, asked) else "taken")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("asked", [None, "zenflow", "deepspeed"])
 def test_so_it_is_with_what_is_known_to_be_bad(asked: Backend | None) -> None:
     refusals = sum(require_agreement(case.config, asked) for case in CASES)

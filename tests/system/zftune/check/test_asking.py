@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.zftune.check.asked import ask
+from tests.support.zftune.check.cases import safe
 from tests.support.zftune.check.shapes import SHAPES, base
+from zftune.cli import main as cli
 from zftune.ds_config.facts import BATCH
 from zftune.integrations.deepspeed import asking
 from zftune.integrations.deepspeed.asking import Asker, Fault, ranks_that_fit
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("shape", "paths"),
     [
@@ -35,6 +41,7 @@ def test_the_setting_is_blamed(shape: str, paths: list[str]) -> None:
     assert [".".join(fault.path) for fault in ask(SHAPES[shape], 1)] == paths
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("section", "near"),
     [
@@ -51,6 +58,7 @@ def test_a_near_name_is_found(section: dict[str, Any], near: str) -> None:
 _SIZES = st.none() | st.integers(1, 8)
 
 
+@pytest.mark.smoke
 @given(whole=st.none() | st.integers(1, 64), micro=_SIZES, passes=_SIZES, parallel=_SIZES)
 def test_ranks_that_fit_do(whole: int | None, micro: int | None, passes: int | None, parallel: int | None) -> None:
     given = {**dict(zip(BATCH, (whole, micro, passes), strict=True)), "sequence_parallel_size": parallel}
@@ -79,6 +87,7 @@ def test_nothing_of_the_folder_that_it_is_asked_in_is_run(tmp_path: Path, monkey
     assert not (here / "taken").exists()
 
 
+@pytest.mark.smoke
 def test_a_section_that_lacks_what_was_left_out_of_it_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed reads the section first: without "enabled" its words are others than those about the batch."""
 
@@ -92,3 +101,39 @@ def test_a_section_that_lacks_what_was_left_out_of_it_is_not_to_blame(monkeypatc
     monkeypatch.setattr(asking, "first_error", first_error)
     config = {"curriculum_learning": {"enabled": True}, "level": 9, "train_batch_size": 7}
     assert [one.path for one in asking.refusals(config, 2)] == [("level",), ("train_batch_size",)]
+
+
+@pytest.mark.smoke
+def test_deepspeed_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """A terminal shows that meanwhile."""
+    config = {**safe("zero2-offload"), "comms_logger": {"enabled": True, "prof_step": 1}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    code = (
+        "import sys\nfrom zftune.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n"
+        "    print({'deepspeed', 'transformers', 'optuna'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", str(tmp_path / "ds.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1"},
+    )
+    assert "asking DeepSpeed" in done.stdout
+    assert "there is no such setting in" in done.stdout
+    assert done.stdout.endswith("set()\n")
+
+
+def test_a_deepspeed_that_does_not_import_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "installed" / "deepspeed"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError('no such library')")
+    (tmp_path / "ds.json").write_text(json.dumps({**safe("zero2-offload"), "gradient_cliping": 1.0}))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(broken.parent), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["zftune", "check", str(tmp_path / "ds.json")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "could not be asked: ImportError: no such library" in " ".join(capsys.readouterr().out.split())

@@ -10,8 +10,7 @@ import pytest
 from tests.support import fork_server
 from tests.support.tiers import fast
 from tests.support.zftune.check.cases import CASES, INTERVALS, SAFE, Bad
-from tests.support.zftune.check.fixtures import TRAINED, Outcomes
-from tests.support.zftune.check.shapes import PUT_TO_IT
+from tests.support.zftune.check.fixtures import PUT, TRAINED, Outcomes
 from zftune.integrations.deepspeed.check.rules import RULES
 
 # Not proven here, and why.
@@ -50,6 +49,7 @@ def case_of(rule: str, number: int = 0) -> Bad:
     return [case for case in CASES if case.rule == rule][number]
 
 
+@pytest.mark.smoke
 def test_every_rule_has_a_case_or_a_reason_for_none() -> None:
     names = {rule.name for rule in RULES}
     cases = {case.rule for case in CASES}
@@ -57,7 +57,8 @@ def test_every_rule_has_a_case_or_a_reason_for_none() -> None:
     assert len(names) > 50
 
 
-@pytest.mark.parametrize("name", PUT_TO_IT)
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", PUT)
 def test_check_agrees_with_initialize(upstream: Outcomes, name: str) -> None:
     """What is found to crash raises where the engine is made, or in the first steps; nothing else raises there."""
     result = upstream.of(f"put {name}")
@@ -67,6 +68,7 @@ def test_check_agrees_with_initialize(upstream: Outcomes, name: str) -> None:
     assert bool(result["crashes"]) == bool(raised), result
 
 
+@pytest.mark.smoke
 def test_the_installed_version_is_the_one_that_is_known() -> None:
     assert metadata.version("deepspeed") in ("0.19.6", "0.19.7", "0.19.8")
 

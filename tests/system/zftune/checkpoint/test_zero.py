@@ -14,13 +14,13 @@ from torch import Tensor
 
 import zenflow
 from tests.support.zftune.checkpoint.tiny import BETAS, LR, Tiny, groups_of, train, weights_of
-from tests.support.zftune.checkpoint.upstream import BACK, FIRST, MORE
+from tests.support.zftune.checkpoint.upstream import BACK, CASES_OF, FIRST, MORE
 from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
 from zftune.checkpoint.sources import MODEL_STATES, load
 from zftune.errors import BadInputError
 
 Saved = Callable[[int], Path]
-SINGLE = ("zero1_bf16", "zero2_bf16", "zero2_fp32", "zero2_fp16", "zero1_client")
+SINGLE = [name for name in CASES_OF[1] if name != "zenflow"]
 KNOBS = {
     "zero_offload": zenflow.ZenFlowConfig.zero_offload(),
     "selecting": zenflow.ZenFlowConfig(topk_ratio=0.3, update_interval=1, overlap_step=False),
@@ -56,6 +56,7 @@ def close(ours: Iterable[dict[str, Tensor]], theirs: Iterable[dict[str, Tensor]]
             assert difference <= ulp * number * unit, (number, name, difference / unit)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in SINGLE), (2, "zero2_bf16")])
 def test_masters_moments_and_steps_are_taken_over(saved_by: Saved, tmp_path: Path, ranks: int, name: str) -> None:
     folder = saved_by(ranks)
@@ -89,6 +90,7 @@ def test_parameters_in_turns_come_back_in_the_order_of_their_group(saved_by: Sav
         assert torch.equal(document["optimizer"]["state"][number]["master"].bfloat16(), saved["module"][name])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("knobs", KNOBS)
 @pytest.mark.parametrize("name", BACK)
 def test_training_goes_on_as_upstream_does(saved_by: Saved, tmp_path: Path, name: str, knobs: str) -> None:
@@ -125,6 +127,7 @@ def test_torchs_adamw_goes_on_from_the_plain_form(saved_by: Saved, tmp_path: Pat
     close(train(model, optimizer, MORE), found_in(folder, "zero2_fp32")["weights"], ulp=4)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", BACK)
 def test_upstreams_own_script_reads_what_was_imported(saved_by: Saved, name: str) -> None:
     found = found_in(saved_by(1), name)

@@ -7,6 +7,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support import fork_server
 from tests.support.zftune.hiding.ranked import RANKS
 from zftune.hiding import FIRST_STEPS
@@ -14,6 +16,7 @@ from zftune.hiding import FIRST_STEPS
 ROOT = Path(__file__).parents[4]
 
 
+@pytest.mark.smoke
 def test_both_ranks_have_the_same_knobs_from_the_same_step_on(tmp_path: Path) -> None:
     environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:

@@ -37,6 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     return once(tmp_path_factory, "accessors-of-two", lambda folder: made(folder, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("check", checks(Path(), 1))
 def test_on_one_rank(alone: tuple[Path, list[Found]], check: str) -> None:
     failure = alone[1][0][check]
@@ -49,6 +50,7 @@ def test_on_two_ranks(two: tuple[Path, list[Found]], check: str) -> None:
     assert failures == [None, None], "\n".join(failure or "well" for failure in failures)
 
 
+@pytest.mark.smoke
 def test_the_script_that_deepspeed_drops_into_the_folder(alone: tuple[Path, list[Found]], tmp_path: Path) -> None:
     folder = alone[0] / name_of(SETTINGS[0]) / "ours"
     script = folder / "zero_to_fp32.py"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.once import once
+from tests.support.tiers import fast
 from tests.support.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 from tests.support.zftune.integrations.ds_worker import make_model
 from zenflow import ZenFlowConfig
@@ -19,7 +20,7 @@ from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 
 STEPS, SAVED_AFTER = 13, 6  # in the middle of a window
 SCALED = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 4, "hysteresis": 1}
-CONFIGS: dict[str, dict[str, Any]] = {
+ALL: dict[str, dict[str, Any]] = {
     "exact fp32": {"config": ds_config("fp32"), "optimizer": "instance", "scheduler": "instance"},
     "late bf16": {"config": ds_config("bf16", zenflow=ZENFLOW), "model": "late", "optimizer": "instance"},
     "scaled fp16": {"config": {**ds_config("fp16", zenflow=ZENFLOW, optimizer=ADAMW), "fp16": SCALED}},
@@ -31,6 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "zenflow bf16": {"config": ds_config("bf16", zenflow=ZENFLOW, optimizer=ADAMW), "scheduler": "callable"},
 }  # fmt: skip
+CONFIGS = fast({name: ALL[name] for name in ("scaled fp16", "zenflow bf16")}, all_of=ALL)
+"""The last one is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,7 @@ def resumed(resumption: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     return resumption[1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_killed_run_goes_on_bitwise(whole: dict[str, Any], resumed: dict[str, Any], name: str) -> None:
     uninterrupted, second = whole[name], resumed[name]
@@ -92,6 +96,7 @@ def test_the_scaled_run_had_overflows_before_and_after(whole: dict[str, Any]) ->
     assert len(set(scales[SAVED_AFTER:])) > 1
 
 
+@pytest.mark.smoke
 def test_the_saved_weights_lack_no_update(resumption: tuple[Path, dict[str, Any]]) -> None:
     """They are those of a run that ends there, and load into a plain model."""
     folder, seen = resumption
@@ -117,6 +122,7 @@ def test_a_checkpoint_of_zero_is_refused_with_what_to_do(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.smoke
 def test_a_group_that_joins_has_the_models_names() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
     model[0].requires_grad_(False)
@@ -146,6 +152,7 @@ class _Scaler:
         self.overflows.append(overflow)
 
 
+@pytest.mark.smoke
 def test_the_loss_scale_is_made_where_the_gradients_are() -> None:
     model = nn.Linear(8, 8).half()
     recipe = optimizers.from_config(ds_config(optimizer=ADAMW))
@@ -161,6 +168,7 @@ def test_the_loss_scale_is_made_where_the_gradients_are() -> None:
     optimizer.close()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("waits", [False, True])
 def test_late_settings_of_a_checkpoint_end_where_nothing_may_be_late(
     caplog: pytest.LogCaptureFixture, waits: bool

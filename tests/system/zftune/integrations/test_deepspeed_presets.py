@@ -150,6 +150,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFTUNE_DB", str(path))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("preset", [None, "best", "none"])
 def test_a_run_that_begins_anew_takes_no_preset_but_the_one_that_it_asks_for(
     preset: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -165,6 +166,7 @@ def test_a_run_that_begins_anew_takes_no_preset_but_the_one_that_it_asks_for(
     assert bool(choose(TRAINING, Section(preset=preset)).knobs) == (preset == "best")
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize("preset", [None, "best"])
 def test_a_store_that_cannot_be_read_ends_no_training(preset: str | None) -> None:
@@ -174,6 +176,7 @@ def test_a_store_that_cannot_be_read_ends_no_training(preset: str | None) -> Non
     assert chosen.sentence.endswith(", so the settings are the ds_config's")
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("broken")
 def test_it_refuses_a_preset_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank reads the store, and the others wait for its word."""
@@ -192,6 +195,7 @@ def test_it_refuses_a_preset_by_name_on_all_ranks(monkeypatch: pytest.MonkeyPatc
     assert sent == [str(refused.value)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("given", "asked", "told"),
     [
@@ -210,6 +214,7 @@ def test_a_preset_that_nobody_asked_for_is_told_with_what_it_replaces(
     assert said == (whole if told else "")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("differs", "state", "said"),
     [

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.support.once import once
+from tests.support.tiers import fast
 from tests.support.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_config, run_cases
 
-CASES = {
+ALL: dict[str, dict[str, Any]] = {
     "exact": {"config": ds_config("fp32", optimizer=ADAMW), "ours": True, "steps": 10},
     "zenflow": {"config": ds_config("fp32", zenflow=ZENFLOW, optimizer=ADAMW), "ours": True, "steps": 10},
     "accumulated": {
@@ -49,8 +50,9 @@ CASES = {
     "without rows": {"config": ds_config(optimizer=ADAMW), "ours": True, "model": "scaled", "steps": 3},
     "online": {"config": ds_config(optimizer=ADAMW, zftune={"online": True}), "ours": True},
 }
+CASES = fast({name: ALL[name] for name in ("exact", "fp16", "stage 1", "visited, late")}, all_of=ALL)
 ROUNDED = ("bf16", "fp16", "reduced in fp32")
-VISITED = ("visited", "visited, late")
+VISITED = fast(("visited, late",), all_of=("visited", "visited, late"))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return once(tmp_path_factory, "one-rank", lambda folder: run_cases(folder, alone)[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for name in CASES if name != "online"])
 def test_two_ranks_train_as_one(two: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:
     first, second, alone = two[0][name], two[1][name], one[name]
@@ -112,6 +115,7 @@ def test_the_first_line_says_who_has_the_state(two: list[dict[str, Any]]) -> Non
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", VISITED)
 def test_one_rank_reads_whole_weights_alone(two: list[dict[str, Any]], name: str) -> None:
     """While the other trains on: it would wait for whatever this one had to ask it for."""
@@ -125,6 +129,7 @@ def test_one_rank_reads_whole_weights_alone(two: list[dict[str, Any]], name: str
     assert torch.isfinite(alone["output"]).all()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", VISITED)
 def test_what_all_ranks_write_counts(two: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:
     """Into whole weights, in each way; training goes on with it (`test_two_ranks_train_as_one`)."""
@@ -133,6 +138,7 @@ def test_what_all_ranks_write_counts(two: list[dict[str, Any]], one: dict[str, A
             torch.testing.assert_close(seen[name]["visit"]["written"][key], value, rtol=0.0, atol=1e-6, msg=key)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", VISITED)
 def test_accessors_give_whole_state_and_gradients(two: list[dict[str, Any]], one: dict[str, Any], name: str) -> None:
     for seen in two:

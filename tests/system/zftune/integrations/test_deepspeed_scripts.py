@@ -173,6 +173,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return once(tmp_path_factory, f"scripts-{script}", lambda folder: run_all(folder, script))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", TRIED)
 def test_losses_are_those_of_deepspeed(seen: dict[str, Seen], kind: str, ranks: int) -> None:

@@ -176,6 +176,7 @@ def by_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
 PAIRS = [(name, ranks) for name in CASES for ranks in RANKS if (name, ranks) != ("fp16", 4)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "ranks"), PAIRS)
 def test_ranks_train_as_one(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
     alone, first = by_ranks[1][0][name], by_ranks[ranks][0][name]
@@ -193,6 +194,7 @@ def test_ranks_train_as_one(by_ranks: dict[int, list[dict[str, Any]]], name: str
         torch.testing.assert_close(first["flushed"], alone["flushed"], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("ranks", RESUMED_ON)
 def test_it_goes_on_on_any_number_of_ranks(by_ranks: dict[int, list[dict[str, Any]]], name: str, ranks: int) -> None:
@@ -269,6 +271,7 @@ def test_what_one_rank_writes_is_everybodys(by_ranks: dict[int, list[dict[str, A
             torch.testing.assert_close(found["afterwards"], found["shown"], rtol=0.0, atol=0.0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_rows_is_refused(by_ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
     for seen in by_ranks[2]:
@@ -333,6 +336,7 @@ def test_it_becomes_a_plain_checkpoint(folder: Path, tmp_path: Path, name: str) 
     assert {float(state["step"]) for state in found["optimizer"]["state"].values()} == {float(SAVED_AFTER)}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ON_HOST)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_weights_that_do_not_fit_are_trained_on_the_host(

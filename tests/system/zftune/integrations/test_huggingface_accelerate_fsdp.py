@@ -61,6 +61,7 @@ def near(found: dict[str, Any], expected: dict[str, Any], *, rounded: bool = Fal
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=0.0, atol=2e-3 if rounded else 1e-5)
 
 
+@pytest.mark.smoke
 def test_it_trains_as_torchs_adamw(by_ranks: dict[int, Results]) -> None:
     for result in by_ranks[2]:
         near(result["ours"], by_ranks[2][0]["torch"])

@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="the huggingface extra is not install
 
 from tests.support import fork_server, upstream_ops
 from tests.support.once import once
+from tests.support.tiers import fast
 from tests.support.zftune.integrations.trainer_run import SAVE_EVERY, STEPS
 from tests.support.zftune.integrations.trainers import furthest, tiny_model
 from zftune.checkpoint.converting import import_checkpoint
@@ -31,10 +32,11 @@ _BASE: dict[str, Any] = {
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
 }
-CONFIGS = {
+ALL = {
     "bf16": {**_BASE, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": _AUTO}},
     "own": {**_BASE, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True},
 }
+CONFIGS = fast({"bf16": ALL["bf16"]}, all_of=ALL)
 """DeepSpeed makes the optimizer; the Trainer makes it, and the scheduler, which it saves in a file of its own."""
 NEAR = {"bf16": 5e-2, "own": 1e-4}
 """Of masters, in learning rates: bf16 gradients that are clipped are rounded once more by DeepSpeed."""
@@ -92,6 +94,7 @@ def column(seen: dict[str, Any], name: str) -> list[float]:
     return [entry[name] for entry in seen["log"]]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_trainer_goes_on_as_deepspeed_does(trainings: Path, name: str) -> None:
     """From an import under `zftune run`: steps, rates, losses, weights."""

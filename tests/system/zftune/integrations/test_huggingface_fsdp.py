@@ -63,6 +63,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for name in TRIED if name.startswith("ours")])
 def test_it_trains_as_torchs_adamw(seen: dict[str, list[dict[str, Any]]], name: str) -> None:
     expected = seen["torch"][0]

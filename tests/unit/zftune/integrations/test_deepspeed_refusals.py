@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from tests.support.zftune.integrations.ds_running import ADAMW, ZENFLOW, ds_conf
 from zftune.ds_config import facts
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed import backend, initializing, optimizers, outcome, upstream
-from zftune.integrations.deepspeed.precision import Precision
 from zftune.integrations.deepspeed.section import Section
 
 
@@ -74,57 +72,9 @@ def test_a_config_that_is_not_done_is_one_sentence(name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "loss_scale",
-        "initial_scale_power",
-        "loss_scale_window",
-        "hysteresis",
-        "consecutive_hysteresis",
-        "min_loss_scale",
-        "auto_cast",
-        "opt_level",
-    ],
-)
-def test_loss_scaling_is_read_as_deepspeed_reads_it(name: str) -> None:
-    upstream_config = pytest.importorskip("deepspeed.runtime.precision_config", reason="there is none before 0.18")
-    values: tuple[Any, ...] = (
-        None,
-        -1,
-        0,
-        1,
-        0.5,
-        2.0,
-        -3,
-        "16",
-        " 4 ",
-        "2.5",
-        "x",
-        "auto",
-        "true",
-        "no",
-        1e400,
-        float("nan"),
-        [],
-        {},
-    )
-    for value, scale in product(values, (0, 8, "auto")):
-        section = {"enabled": True, "loss_scale": scale, name: value}
-        try:
-            theirs = upstream_config.DeepSpeedFP16Config(**section)
-        except ValueError:
-            with pytest.raises(BadInputError, match=rf"^fp16\.{name} is "):
-                Precision.of({"fp16": section})
-            continue
-        ours = Precision.of({"fp16": section}).loss_scaling
-        assert ours == {field: getattr(theirs, field) for field in ours or ()}, section
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_what_is_done_is_not_refused(device: str) -> None:
+def test_what_is_done_is_not_refused() -> None:
     config = _zero(
-        offload_optimizer={"device": device, "pin_memory": True}, overlap_comm=True, round_robin_gradients=True
+        offload_optimizer={"device": "cpu", "pin_memory": True}, overlap_comm=True, round_robin_gradients=True
     )
     assert list(outcome.refusals(config)) == []
 

@@ -15,7 +15,6 @@ pytest.importorskip("transformers", reason="the huggingface extra is not install
 from transformers import TrainerCallback
 
 import zftune
-from tests.support.tiers import fast
 from tests.support.zftune.integrations.trainers import Tokens, tiny_model, trained
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.living import all_training
@@ -45,7 +44,6 @@ STEPS = {
 }
 WAITING = ZenFlowConfig(update_interval=4, topk_ratio=0.25, select_interval=4, overlap_step=False, host_threads=1)
 """Each window is applied in the step that closes it, for which the device stalls."""
-Read = Callable[[Path], dict[str, list[float]]]
 
 
 @pytest.fixture
@@ -80,63 +78,12 @@ def of_tensorboard(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def of_wandb(folder: Path) -> dict[str, list[float]]:
-    """Of what an offline run wrote."""
-    import json
-
-    import wandb
-    from wandb.proto import wandb_internal_pb2
-
-    wandb.teardown()  # else it is still being written, and the next run takes this one's folder
-    found: dict[str, list[float]] = {}
-    (path,) = folder.rglob("offline-run-*/*.wandb")
-    for data in leveldb_records(path.read_bytes(), begin=7):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        for item in record.history.item:
-            name = ".".join(item.nested_key) or item.key
-            found.setdefault(name.removeprefix("train/"), []).append(json.loads(item.value_json))
-    return found
-
-
-def leveldb_records(data: bytes, begin: int) -> Iterator[bytes]:
-    """Of a log in LevelDB's format: blocks of 32 KiB, in which a record has a checksum, its length and its kind."""
-    record = b""
-    while begin + 7 <= len(data):
-        length, kind = int.from_bytes(data[begin + 4 : begin + 6], "little"), data[begin + 6]
-        record += data[begin + 7 : begin + 7 + length]
-        begin += 7 + length
-        if kind in (1, 4):  # whole, or the last of several
-            yield record
-            record = b""
-        left = -begin % (1 << 15)
-        begin += left if left < 7 else 0
-
-
-def of_mlflow(folder: Path) -> dict[str, list[float]]:
-    """Of the file store: a file for each metric, in a line time, value and step."""
-    files = folder.glob("mlruns/*/*/metrics/*")
-    return {file.name: [float(line.split()[1]) for line in file.read_text().splitlines()] for file in files}
-
-
-TRACKERS: dict[str, Read] = {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow}
-
-
-@pytest.fixture(params=fast(["tensorboard"], all_of=list(TRACKERS)))
-def tracker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One that is installed, offline, in files of the test's folder."""
-    name: str = request.param
-    pytest.importorskip(name, reason=f"{name} is not installed: pip install {name}")
-    for variable, value in {
-        "TENSORBOARD_LOGGING_DIR": str(tmp_path / "tensorboard"),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "WANDB_SILENT": "true",
-        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-    }.items():
-        monkeypatch.setenv(variable, value)
-    return name
+@pytest.fixture
+def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whose files are in the test's folder."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
+    return "tensorboard"
 
 
 def expect(found: dict[str, list[float]], entries: int) -> None:
@@ -149,7 +96,7 @@ def expect(found: dict[str, list[float]], entries: int) -> None:
     assert 0 < max(found["zenflow_coverage"]) <= 1
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:::(tensorboard|wandb|mlflow|google|torch.utils.tensorboard)")
+pytestmark = pytest.mark.filterwarnings("ignore:::(tensorboard|google|torch.utils.tensorboard)")
 
 
 def test_a_trainers_reporters_get_the_figures(tmp_path: Path, tracker: str, slow_host: EmulatedAccelerator) -> None:
@@ -157,7 +104,7 @@ def test_a_trainers_reporters_get_the_figures(tmp_path: Path, tracker: str, slow
     done = trained(
         tmp_path, lambda model, _: on(slow_host)(model), callbacks=[callback], report_to=[tracker], logging_steps=2
     )
-    found = TRACKERS[tracker](tmp_path)
+    found = of_tensorboard(tmp_path)
     expect(found, entries=5)
     history = [entry for entry in done.state.log_history if "loss" in entry]
     for name in KNOBS.keys() | STEPS:
@@ -174,7 +121,7 @@ def test_accelerates_trackers_get_the_figures(tmp_path: Path, tracker: str, slow
     wrapped, optimizer = accelerator.prepare(model, on(slow_host, AccelerateAdamW)(model))
     train(wrapped, optimizer, lambda step: accelerator.log(zftune.stats(optimizer), step=step))
     accelerator.end_training()
-    expect(TRACKERS[tracker](tmp_path), entries=10)
+    expect(of_tensorboard(tmp_path), entries=10)
 
 
 def test_a_plain_loops_own_writer_gets_the_figures(tmp_path: Path, slow_host: EmulatedAccelerator) -> None:

@@ -6,9 +6,7 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +20,6 @@ from tests.support.zftune.check.asked import ask
 from tests.support.zftune.check.cases import CASES, safe
 from tests.support.zftune.store.examples import PRESET
 from zftune.cli import main as cli
-from zftune.integrations.deepspeed.asking import Asker
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.integrations.deepspeed.check.findings import render
 from zftune.store import open_store
@@ -240,45 +237,12 @@ def test_settings_are_shown_as_they_are() -> None:
     assert "DeepSpeed is not installed" in stream.getvalue()
 
 
-def test_deepspeed_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """A terminal shows that meanwhile."""
-    config = {**safe("zero2-offload"), "comms_logger": {"enabled": True, "prof_step": 1}}
-    code = (
-        "import sys\nfrom zftune.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n"
-        "    print({'deepspeed', 'transformers', 'optuna'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "check", str(written(tmp_path, config))],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1"},
-    )
-    assert "asking DeepSpeed" in done.stdout
-    assert "there is no such setting in" in done.stdout
-    assert done.stdout.endswith("set()\n")
-
-
 def test_without_deepspeed_what_is_known_is_checked(
     zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("zftune.telemetry.fingerprint"), "installed", lambda _: None)
     code, out, _ = zftune(written(tmp_path, BAD))
     assert (code, out.count("DeepSpeed is not installed: only what zftune")) == (1, 1)
-    assert "full_warm_up_rounds = 4" in " ".join(out.split())
-
-
-def test_a_deepspeed_that_does_not_import_is_reported(
-    zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "installed" / "deepspeed"
-    broken.mkdir(parents=True)
-    (broken / "__init__.py").write_text("raise ImportError('no such library')")
-    monkeypatch.setattr("zftune.integrations.deepspeed.asking.Asker", Asker)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(broken.parent), os.environ.get("PYTHONPATH", ""))))
-    code, out, _ = zftune(written(tmp_path, BAD))
-    assert code == 1
-    assert "could not be asked: ImportError: no such library" in " ".join(out.split())
     assert "full_warm_up_rounds = 4" in " ".join(out.split())
 
 
