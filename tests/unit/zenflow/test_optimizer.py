@@ -112,26 +112,6 @@ def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
     assert_equal(*results)
 
 
-def test_groups_are_added_before_the_first_step_and_later() -> None:
-    weights = weights_of(count=3)
-    optimizer = ZenFlowAdamW(weights[:1], lr=0.1, config=CONFIG)
-    optimizer.add_param_group({"params": weights[1:2], "lr": 0.0})
-    before = [weight.detach().clone() for weight in weights]
-    set_grads(weights, 1)
-    optimizer.step()
-    optimizer.add_param_group({"params": weights[2:], "lr": 0.2})
-    assert torch.equal(weights[1].detach(), before[1])
-    assert torch.equal(weights[2].detach(), before[2])
-    set_grads(weights, 2)
-    optimizer.step()
-    optimizer.flush()
-    assert torch.equal(weights[1].detach(), before[1])
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
-    # The first update of AdamW moves every element by about its learning rate.
-    assert (weights[2].detach() - before[2]).abs().median() == pytest.approx(0.2, rel=0.05)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"dtype": torch.float64}], ids=["lr", "dtype"])
 def test_a_refused_group_is_not_added(bad: dict[str, Any]) -> None:
     optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
