@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.oracle import ReferenceAdamW
 from tests.support.zenflow.cases import same_bits
 from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 
@@ -140,28 +139,6 @@ def test_a_closure_is_called_with_gradients_enabled() -> None:
         assert optimizer.step(closure) == before.square().sum().item()
     optimizer.close()
     assert not torch.equal(weight.detach(), before)
-
-
-def thawed(cls: type[Any]) -> list[nn.Parameter]:
-    weights = weights_of(count=3)
-    weights[1].requires_grad_(False)
-    optimizer = cls(weights, lr=0.1, config=CONFIG)
-    for step in range(1, 12):
-        set_grads([weights[0], weights[2]], step)
-        if step >= 5:
-            weights[1].requires_grad_(True)
-            set_grads(weights, step)
-        if step == 9:  # and frozen again
-            weights[1].requires_grad_(False)
-            weights[1].grad = None
-        optimizer.step()
-    optimizer.flush()
-    return weights
-
-
-def test_a_weight_that_is_frozen_at_first() -> None:
-    assert_equal(thawed(ZenFlowAdamW), thawed(ReferenceAdamW))
-    assert not torch.equal(thawed(ZenFlowAdamW)[1].detach(), weights_of(count=3)[1].detach())
 
 
 # Statistics.
