@@ -79,7 +79,6 @@ def test_i3_in_a_fresh_process(tmp_path: Path) -> None:
     assert_same(case, trace, session.end()[before:])
 
 
-@pytest.mark.skipif("libtsan" in os.environ.get("LD_PRELOAD", ""), reason="ThreadSanitizer needs memory itself")
 def test_threads_that_cannot_be_started() -> None:
     # Room for some of the stacks, not for all: those that did start must be let go, and nothing may hang.
     script = """

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.simulated_cuda(kernels="triton")
 DEVICE = torch.device("privateuseone", 0)
 
 
+@pytest.mark.smoke
 def test_nothing_waits_for_the_device() -> None:
     GpuKernelCases().test_nothing_waits_for_the_device(kernels_for(DEVICE), DEVICE)
 
 
-@pytest.mark.smoke
 @pytest.mark.simulated_cuda(arrival=0.0, kernels="triton")
 def test_a_training_with_them_is_that_of_the_eager_ones(gpu: SimulatedCuda) -> None:
     cases = RuntimeCases()

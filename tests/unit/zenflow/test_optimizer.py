@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.oracle import ReferenceAdamW
 from tests.support.zenflow.cases import same_bits
 from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 
@@ -112,26 +111,6 @@ def test_a_sparse_gradient_is_refused_and_nothing_is_lost() -> None:
     assert_equal(*results)
 
 
-def test_groups_are_added_before_the_first_step_and_later() -> None:
-    weights = weights_of(count=3)
-    optimizer = ZenFlowAdamW(weights[:1], lr=0.1, config=CONFIG)
-    optimizer.add_param_group({"params": weights[1:2], "lr": 0.0})
-    before = [weight.detach().clone() for weight in weights]
-    set_grads(weights, 1)
-    optimizer.step()
-    optimizer.add_param_group({"params": weights[2:], "lr": 0.2})
-    assert torch.equal(weights[1].detach(), before[1])
-    assert torch.equal(weights[2].detach(), before[2])
-    set_grads(weights, 2)
-    optimizer.step()
-    optimizer.flush()
-    assert torch.equal(weights[1].detach(), before[1])
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1]
-    # The first update of AdamW moves every element by about its learning rate.
-    assert (weights[2].detach() - before[2]).abs().median() == pytest.approx(0.2, rel=0.05)
-    optimizer.close()
-
-
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"dtype": torch.float64}], ids=["lr", "dtype"])
 def test_a_refused_group_is_not_added(bad: dict[str, Any]) -> None:
     optimizer = ZenFlowAdamW(weights_of(), config=CONFIG)
@@ -160,28 +139,6 @@ def test_a_closure_is_called_with_gradients_enabled() -> None:
         assert optimizer.step(closure) == before.square().sum().item()
     optimizer.close()
     assert not torch.equal(weight.detach(), before)
-
-
-def thawed(cls: type[Any]) -> list[nn.Parameter]:
-    weights = weights_of(count=3)
-    weights[1].requires_grad_(False)
-    optimizer = cls(weights, lr=0.1, config=CONFIG)
-    for step in range(1, 12):
-        set_grads([weights[0], weights[2]], step)
-        if step >= 5:
-            weights[1].requires_grad_(True)
-            set_grads(weights, step)
-        if step == 9:  # and frozen again
-            weights[1].requires_grad_(False)
-            weights[1].grad = None
-        optimizer.step()
-    optimizer.flush()
-    return weights
-
-
-def test_a_weight_that_is_frozen_at_first() -> None:
-    assert_equal(thawed(ZenFlowAdamW), thawed(ReferenceAdamW))
-    assert not torch.equal(thawed(ZenFlowAdamW)[1].detach(), weights_of(count=3)[1].detach())
 
 
 # Statistics.
