@@ -63,8 +63,8 @@ class _Threaded:
         read_answers, write_answers = os.pipe()
         self.stdin, self.stdout = os.fdopen(write, "wb"), os.fdopen(read_answers, "rb")
         self._ended = threading.Event()
-        pipes = os.fdopen(read, "rb"), os.fdopen(write_answers, "wb")
-        threading.Thread(target=self._run, args=pipes, daemon=True).start()
+        self._answers = os.fdopen(write_answers, "wb")
+        threading.Thread(target=self._run, args=(os.fdopen(read, "rb"),), daemon=True).start()
 
     def poll(self) -> int | None:
         return -9 if self._ended.is_set() else None
@@ -76,11 +76,13 @@ class _Threaded:
     def kill(self) -> None:
         """Let nothing more be answered; a computation under way goes on unheard."""
         self._ended.set()
-        with contextlib.suppress(OSError):
-            self.stdin.close()
+        for pipe in (self.stdin, self._answers):  # who waits for an answer hears its end
+            with contextlib.suppress(OSError):
+                pipe.close()
 
-    def _run(self, questions: BinaryIO, answers: BinaryIO) -> None:
-        with questions, answers, contextlib.suppress(EOFError, OSError):
+    def _run(self, questions: BinaryIO) -> None:
+        answers = self._answers
+        with questions, answers, contextlib.suppress(EOFError, OSError, ValueError):  # the last once it is closed
             while True:
                 question = sampler_process._receive(questions)
                 if pickle.loads(question)[0] is sampler_process._rest:

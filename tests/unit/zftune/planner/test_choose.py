@@ -17,7 +17,8 @@ from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
 from zftune.planner.plan import calls_ms, of_calls, verdict
 from zftune.quality import assumed_coverage
 
-MODEL = ModelFacts.from_text("1B,4,4096")
+MODEL = ModelFacts.from_text("1B,4,4096")  # few layers: seconds less
+DEEP = ModelFacts.from_text("1B,12,2048")
 JOB = Job(seq=1024, checkpointing=True)
 
 
@@ -83,7 +84,7 @@ def test_nothing_to_choose_from() -> None:
 def test_what_is_proposed_fits_and_keeps_to_the_budget() -> None:
     machine = toy_machine(device_memory_bytes=10 << 30)
     budget = published_budget(assumed_coverage)
-    found = choose(MODEL, machine, JOB, budget=budget)
+    found = choose(DEEP, machine, JOB, budget=budget)
     assert len(found) > 3
     for config, one in found:
         assert fits(one, machine)

@@ -41,17 +41,17 @@ def options(mini_model: Path, mini_rig: Path, **more: Any) -> TuneOptions:
 
 def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) -> None:
     seen: list[int] = []
-    document = tune(options(mini_model, mini_rig, steps=40), lambda done, tuner: seen.append(done), store)
+    document = tune(options(mini_model, mini_rig, steps=50), lambda done, tuner: seen.append(done), store)
     (run,) = store.runs()
     assert run.state is RunState.LOST  # its search is not over
     assert store.trials(run.run_id)[0].source == "start"
     reasons = [decision.reason for decision in store.decisions(run.run_id)]
     assert reasons == [note["reason"] for note in document["decisions"]]
-    assert seen == list(range(1, 41))
+    assert seen == list(range(1, 51))
     assert document["schema"] == "zftune.tune/1"
     assert document["run"]["run_id"] == run.run_id
-    assert document["steps"] == 40
-    assert document["stopped"] == "All 40 steps are done."
+    assert document["steps"] == 50
+    assert document["stopped"] == "All 50 steps are done."
     assert not document["interrupted"]
     assert document["trials"][0]["step_ms"] > 80 - 1e-6  # the rig's compute
     assert document["decisions"][0]["kind"] == "start"
@@ -61,7 +61,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) 
     assert "rig mini): times do not come from a GPU" in text
     assert (document["workload"]["model"], document["workload"]["ranks"]) == ("mini", "1 rank")
     assert document["workload"]["learning_rate"] == document["budget"]["movement_learning_rate"] == 2e-6
-    assert "All 40 steps are done." in text
+    assert "All 50 steps are done." in text
 
 
 def test_after_drift_the_planner_is_asked_again(
@@ -89,11 +89,11 @@ def test_after_drift_the_planner_is_asked_again(
 
 
 def test_a_search_in_simulated_time_repeats_to_the_last_digit(quick: dict[str, Any]) -> None:
-    quick["search"] = SearchOptions(sampler="random", most_measurements=5, thinking_s=THINKING_S)
+    quick["search"] = SearchOptions(sampler="random", most_measurements=9, thinking_s=0.05)
     documents = []
     for _ in range(2):
         with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-            documents.append(tune(TuneOptions(**quick, steps=400), watch, store))
+            documents.append(tune(TuneOptions(**quick, steps=280), watch, store))
     first, second = documents
     assert first["measurements"] >= 3
     assert any(trial["source"] not in ("start", "planner") for trial in first["trials"])
