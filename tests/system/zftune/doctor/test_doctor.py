@@ -91,7 +91,6 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     assert "it examines" in done.stderr
 
 
-@pytest.mark.smoke
 def test_something_required_that_is_broken_is_exit_code_1(tmp_path: Path) -> None:
     """An import of the native module that fails."""
     package = tmp_path / "sitecustomize.py"
