@@ -15,7 +15,7 @@ _found: list[str] = []
 
 
 def _look(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _FORBIDDEN and _test is not None:
+    if _test is not None and event in _FORBIDDEN:
         _found.append(f"{event} {arguments[:1]}")
 
 
