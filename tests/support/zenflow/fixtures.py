@@ -14,11 +14,9 @@ import pytest
 from tests.support.zenflow import simulated_process
 from tests.support.zenflow.cases import Make
 from tests.support.zenflow.family_cases import OURS
-from tests.support.zenflow.host_calls import Calls
 from tests.support.zenflow.stream_cases import Pair
 from zenflow import CpuDevice, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.device import HostSpan, Mark, Transfer
-from zenflow.host.engine import HostEngine
 from zenflow.host.native import NativeBackend
 
 
@@ -116,12 +114,3 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def the_simulated_device_ends_with_the_session() -> Iterator[None]:
     yield
     simulated_process.end()
-
-
-@pytest.fixture
-def engine() -> Iterator[HostEngine]:
-    """Runs functions."""
-    engine = HostEngine(CpuDevice(), Calls())
-    yield engine
-    engine.close()
-    assert not engine.alive

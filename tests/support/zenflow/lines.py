@@ -20,13 +20,11 @@ class Lines:
 
     Args:
         at: number of the line, from 1; None: none.
-        only: part of the path of the files whose lines count.
     """
 
-    def __init__(self, at: int | None = None, only: str = "") -> None:
+    def __init__(self, at: int | None = None) -> None:
         self.count = 0
         self._at = at
-        self._only = only
         self._torch_functions = torch._C.DisableTorchFunctionSubclass()
 
     def __enter__(self) -> Lines:
@@ -40,8 +38,6 @@ class Lines:
         self._torch_functions.__exit__(None, None, None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if event == "call" and self._only not in frame.f_code.co_filename:
-            return None
         if event == "line":
             self.count += 1
             if self.count == self._at:

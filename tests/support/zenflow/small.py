@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.zenflow.cases import same_bits
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Device
-from zenflow.host.log_pool import LogPool
 
 VOCABULARY = 11
 
@@ -101,12 +100,3 @@ def assert_same_run(ours: list[Tensor], theirs: list[Tensor]) -> None:
         index for index, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not bool(same_bits(a, b).all())
     ]
     assert different == [], "places in the losses, then the parameters, that differ"
-
-
-def has_room(pool: LogPool, nbytes: int) -> bool:
-    """Whether a take would not wait."""
-    try:
-        pool.give(pool.take(nbytes, timeout_s=0))
-    except TimeoutError:
-        return False
-    return True

@@ -1,8 +1,7 @@
-"""The room for what is on its way over the link: order, bound, and that nobody waits for it in vain."""
+"""The room for what is on its way over the link: its bound, and weights that do not depend on it."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -13,32 +12,8 @@ import torch
 from tests.support.tiers import repeated
 from tests.support.zenflow.cases import assert_same, case_of, run
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.arrivals import H2DQueue
 from zenflow.device import CpuDevice, Transfer
-from zenflow.host.engine import Job
 from zftune.emulation import EmulatedAccelerator, Rig
-
-
-def job_of(nbytes: int) -> Job:
-    result = torch.zeros(nbytes, dtype=torch.uint8)
-    return Job("a job", CpuDevice(), None, nbytes=0, inputs=[], result=result)
-
-
-def test_any_order_keeps_the_bound() -> None:
-    rng = random.Random(7)
-    for _ in range(200):
-        arrivals = H2DQueue(rng.randint(1, 60))
-        jobs = [job_of(rng.randint(1, 40)) for _ in range(12)]
-        arrivals.want(jobs)
-        waiting = list(jobs)
-        while waiting:
-            on_their_way = [job for job in waiting if job._asked is not None]
-            assert on_their_way
-            assert len(on_their_way) == 1 or arrivals.nbytes <= arrivals.most_bytes
-            assert arrivals.nbytes == sum(job.result.nbytes for job in on_their_way if job.result is not None)
-            job = rng.choice(on_their_way)
-            waiting.remove(job)
-            arrivals.done(job)
 
 
 @pytest.fixture
@@ -122,21 +97,3 @@ def test_no_more_waits_for_the_link_in_the_first_step_than_in_later_ones_arrives
     optimizer.close()
     assert nbytes // 16 < peaks[0] <= nbytes // 8 + selections
     assert peaks[-1] > nbytes // 2  # gradients of a step, as many as there are
-
-
-def asked(jobs: list[Job]) -> list[bool]:
-    return [job._asked is not None for job in jobs]
-
-
-def test_who_is_wanted_twice_or_done_out_of_turn_is_counted_once() -> None:
-    arrivals = H2DQueue(10)
-    jobs = [job_of(8) for _ in range(3)]
-    arrivals.want(jobs)
-    arrivals.want(reversed(jobs))
-    arrivals.done(jobs[2])  # somebody needed it and asked himself
-    assert asked(jobs) == [True, False, False]
-    arrivals.done(jobs[0])
-    assert asked(jobs) == [True, True, False]
-    arrivals.done(jobs[1])
-    arrivals.done(job_of(5))  # never wanted
-    assert arrivals.nbytes == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import queue
 import signal
@@ -13,11 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.zenflow.lines import Lines, raising
-from zenflow.clock import REAL_CLOCK, Clock, Queue
+from zenflow.clock import REAL_CLOCK, Clock
 from zftune.emulation.clock import DeadlockError, SimulatedClock
-
-__all__ = ["raising"]
 
 SOON_S = 30.0
 
@@ -272,37 +268,6 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
     work.put(None)
     thread.join()
     assert not thread.is_alive()
-
-
-def rounds(clock: SimulatedClock, there: Queue[float | None], back: Queue[float]) -> None:
-    for _ in range(2):
-        there.put(1.0)
-        back.get()
-        clock.sleep(1)
-
-
-def interrupted(at: int | None) -> int:
-    """Let two threads take turns, interrupt at a line of the clock's, and end in order; how many lines there were."""
-    clock = SimulatedClock()
-    there, back = clock.queue("there"), clock.queue("back")
-
-    def serve() -> None:
-        while (item := there.get()) is not None:
-            clock.sleep(item)
-            back.put(item)
-
-    worker = clock.thread(serve, "worker")
-    worker.start()
-    with contextlib.suppress(KeyboardInterrupt), Lines(at, only="zenflow/") as lines:
-        rounds(clock, there, back)
-    before_s = clock.now()
-    there.put(1.0)
-    clock.sleep(5)
-    there.put(None)
-    worker.join()
-    assert clock.now() == before_s + 5, f"line {at}"
-    clock.close()
-    return lines.count
 
 
 # --- what cannot end -------------------------------------------------------------------------------------------------
