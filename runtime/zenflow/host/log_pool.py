@@ -181,15 +181,6 @@ class LogPool:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def clear(self) -> None:
-        """Drop all segments. ValueError: something is taken, so a copy may still write to it, or is being allocated."""
-        with self._changed:
-            if used := self.taken_bytes + self._places.coming_bytes:
-                raise ValueError(f"cannot clear the pool: {used} bytes of it are in use")
-            self._places.drop()
-            self._segments.clear()
-            self._bases.clear()
-
     def _allocate_up_to(self, nbytes: int) -> None:
         with self._changed:
             fresh = max(0, nbytes - self.allocated_bytes)

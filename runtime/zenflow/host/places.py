@@ -186,12 +186,6 @@ class Places:
                 low -= self._remove(low - self._free_bytes_before[low])
             self._add(low, high - low)
 
-    def drop(self) -> None:
-        """Forget all segments; nothing is taken."""
-        for part in (self._free, self._free_bytes_at, self._free_bytes_before):
-            part.clear()
-        self.allocated_bytes = self._end = 0
-
     def _add(self, address: int, size: int) -> None:
         insort(self._free, (size, address))
         self._free_bytes_at[address] = size
