@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,25 @@ def test_what_a_search_has_left_is_not_what_the_script_asks_for(
     loop.run(later, until=lambda: later.live is not None)
     assert later.incumbent.update_interval == (1 if by_hand else 4)
     later.close()
+
+
+def test_it_does_so_without_a_daemon_that_answers(
+    loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZFTUNE_SOCKET", str(tmp_path / "none.sock"))
+
+    def refuse(*_: Any) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("zftune.daemon.client.http._Socket.connect", refuse)
+    before, loop = loops
+    load(loop, tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2}))
+    tuner = zftune.attach(loop.optimizer, daemon=True)
+    loop.run(tuner, until=lambda: tuner.live is not None)
+    loop.step()
+    assert loop.knobs.topk_ratio == tuner.incumbent.topk_ratio == 0.2
+    tuner.close()
+    assert tuner.conclusion == "zftune tuned nothing: no daemon has answered."
 
 
 def test_what_a_script_sets_after_it_has_loaded_a_state_stays(loops: list[Loop]) -> None:

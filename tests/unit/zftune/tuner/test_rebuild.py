@@ -25,7 +25,7 @@ from zftune.tuner.recording import MachineInfo, Recording, RunFacts
 from zftune.tuner.rows import Followed, rebuild
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting, Space, space_for
-from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
+from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Stopped
 
 KEY = Key(
     model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
@@ -208,6 +208,23 @@ def test_a_step_back_for_the_quality_is_read_back_with_its_number(store: Store) 
     read = watching([LATE])
     assert written.read_back(read) == Followed()
     assert read.book.incumbent.number == 2
+    assert known(read) == known(written.search)
+
+
+def test_a_step_back_of_a_search_that_had_ended_is_read_back(store: Store) -> None:
+    """Also where its training was killed before it measured anything."""
+    written = Written(store, watching())
+    while written.search._restarts == 0:
+        written.go(100.0 if len(written.search.notes) < 2 else 150.0)
+    assert written.go(status="crashed").role == "start"
+    assert isinstance(written.search.state, Stopped)
+    for _ in range(2):
+        written.recorder.finish(written.search, unfinished=True)
+        written.go_on(watching())
+        earlier(written.recorder, written.search, watching().book.space, replace(START, apply_lag=1))
+    assert written.go().role == "start"
+    read = watching()
+    assert written.read_back(read) == Followed()
     assert known(read) == known(written.search)
 
 
