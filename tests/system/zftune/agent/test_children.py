@@ -10,7 +10,7 @@ import torch
 
 import zftune
 from tests.support.tiers import fast
-from tests.support.zftune.agent.children import Line, environ, run, script, train
+from tests.support.zftune.agent.children import Line, environ, run, train
 
 PLAIN = """
     model = Small()
@@ -132,24 +132,6 @@ def test_phases_are_where_they_belong(tmp_path: Path) -> None:
             assert step["phases_ms"][lane] >= milliseconds, lane
 
 
-def test_without_a_data_loader_forward_begins_with_the_step(tmp_path: Path) -> None:
-    child = train(
-        tmp_path,
-        """
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for _ in range(9):
-            time.sleep(0.005)
-            loss_of(model, torch.randint(0, 50, (4, 17))).backward()
-            optimizer.step()
-        """,
-    )
-    assert all(step["phases_ms"]["forward"] >= 5 for step in child.steps)
-    assert all(step["spans"][0][0] == "forward" for step in child.steps)
-    assert child.only("model")["tokens_per_step"] is None
-    assert "DataLoader" in child.missing["throughput.tokens_per_s"]
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("warmup", fast([0], all_of=[0, 1, 2]))
 def test_accumulation_is_one_step(tmp_path: Path, warmup: int) -> None:
@@ -225,44 +207,6 @@ def test_a_step_that_grad_scaler_skips_is_a_step(tmp_path: Path) -> None:
     assert lanes == {("data", "forward", "backward", "optimizer")}
 
 
-def test_a_closure_is_not_all_optimizer(tmp_path: Path) -> None:
-    child = train(
-        tmp_path,
-        """
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        for (ids,) in loader(9):
-            def closure():
-                optimizer.zero_grad()
-                time.sleep(0.005)
-                loss = loss_of(model, ids)
-                loss.backward()
-                return loss
-            optimizer.step(closure)
-        """,
-    )
-    for step in child.steps:
-        assert [lane for lane, _, _ in step["spans"] if lane != "other"] == ["data", "forward", "backward", "optimizer"]
-        assert step["phases_ms"]["forward"] >= 5
-
-
-def test_of_several_optimizers_the_first_makes_the_steps(tmp_path: Path) -> None:
-    child = train(
-        tmp_path,
-        """
-        one, two = Small(), Small()
-        first, second = (torch.optim.SGD(part.parameters(), lr=1e-3) for part in (one, two))
-        for (ids,) in loader(20):
-            for part, optimizer in ((one, first), (two, second), (two, second)):
-                loss_of(part, ids).backward()
-                optimizer.step()
-        """,
-    )
-    assert child.only("end")["reason"] == "measured"
-    lanes = [lane for lane, _, _ in child.steps[0]["spans"] if lane != "other"]
-    assert lanes == ["forward", "backward", "optimizer"] * 2 + ["data", "forward", "backward", "optimizer"]
-
-
 @pytest.mark.smoke
 def test_optimizers_inside_backward_are_named_as_the_reason(tmp_path: Path) -> None:
     child = train(
@@ -278,34 +222,6 @@ def test_optimizers_inside_backward_are_named_as_the_reason(tmp_path: Path) -> N
     )
     assert child.steps == []
     assert "fused into backward" in child.missing["step_ms"]
-
-
-@pytest.mark.parametrize(("warmup", "steps", "measured"), [(50, 5, []), (2, 10, list(range(2, 12)))])
-def test_a_script_that_ends_early_or_with_its_last_step(
-    tmp_path: Path, warmup: int, steps: int, measured: list[int]
-) -> None:
-    child = train(tmp_path, PLAIN, warmup=warmup, steps=steps)  # of the 12, the first has no beginning
-    assert [step["index"] for step in child.steps if step["measured"]] == measured
-    assert child.only("end")["reason"] == ("measured" if measured else "exit")
-
-
-def test_a_script_that_never_trains_leaves_nothing(tmp_path: Path) -> None:
-    child = train(tmp_path, "Small()(torch.zeros(1, 4, dtype=torch.long))")
-    assert child.files == []
-
-
-def test_an_optimizer_without_any_backward_is_no_training(tmp_path: Path) -> None:
-    child = train(
-        tmp_path,
-        """
-        parameter = nn.Parameter(torch.zeros(3))
-        parameter.grad = torch.ones(3)
-        optimizer = torch.optim.SGD([parameter], lr=1e-3)
-        for _ in range(9):
-            optimizer.step()
-        """,
-    )
-    assert child.files == []
 
 
 @pytest.mark.smoke
@@ -343,12 +259,3 @@ def test_hooks_and_wrappers_are_gone_afterwards(tmp_path: Path) -> None:
     assert (child.said["before"], child.said["after"]) == (6, 0)
     assert child.said["hooks"] == [2, 0]
     assert "Watcher" not in child.said["finders"]
-
-
-def test_a_script_from_standard_input_has_no_name(tmp_path: Path) -> None:
-    folder = tmp_path / "records"
-    folder.mkdir()
-    text = script(tmp_path, PLAIN).read_text()
-    child = run([sys.executable, "-c", text], folder, environ(folder))
-    assert child.only("header")["script"] is None
-    assert child.only("end")["reason"] == "measured"

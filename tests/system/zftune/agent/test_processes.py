@@ -203,23 +203,6 @@ def test_training_in_a_thread_that_is_not_the_main_one(tmp_path: Path) -> None:
         assert [lane for lane, _, _ in step["spans"] if lane != "other"] == ["data", "forward", "backward", "optimizer"]
 
 
-def test_training_that_moves_to_another_thread_goes_on(tmp_path: Path) -> None:
-    child = train(
-        tmp_path,
-        LOOP
-        + """
-    import threading
-
-    for _ in go(3):
-        pass
-    thread = threading.Thread(target=lambda: list(go(10)))
-    thread.start()
-    thread.join()
-""",
-    )
-    assert child.only("end")["reason"] == "measured"
-
-
 @pytest.mark.smoke
 def test_a_step_that_raised_is_left(tmp_path: Path) -> None:
     child = train(

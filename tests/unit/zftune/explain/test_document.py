@@ -28,14 +28,11 @@ from tests.support.zftune.explain.runs import (
 from tests.support.zftune.tuner.surfaces import START, make
 from zftune.cli import top
 from zftune.explain import words
-from zftune.explain.document import _quality
 from zftune.explain.screen import render
-from zftune.report.tune import tune_page
 from zftune.store.account import Count
 from zftune.store.store import Store
 from zftune.store.types import Curve, CurvePoint, Decision, DecisionKind, KnobChange, TrialState
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.space import feasible
 
 
 @pytest.mark.parametrize("seed", [1, 4, 6])
@@ -232,16 +229,6 @@ def test_a_run_that_the_guard_ended(store: Store) -> None:
     assert found["stopped"].startswith("Stopped at step 9")
 
 
-def test_a_run_that_was_reopened(store: Store) -> None:
-    run, search, driver, recorder = searched(store, 6, watch=True, most=40)
-    driver.surface.compute *= 2
-    driver.surface.host *= 2
-    go_on(search, driver, recorder, 30)
-    found = explained(store, run)
-    assert "reopen" in {note["kind"] for note in found["decisions"]}
-    same(found, live_document(search))
-
-
 def test_a_run_in_which_updates_had_to_come_earlier(store: Store) -> None:
     """Nobody has compared what it goes on with: it gains nothing, and what was saved before stays saved."""
     run, search, driver, recorder = searched(store, 6, watch=True, most=60)
@@ -305,32 +292,6 @@ def test_a_gain_that_was_measured_anew_is_of_the_newest_part(timed: Store, clock
     assert found["verdict"][1] == "It ended with topk_ratio 0.2; all else as it was at the start."
 
 
-def test_a_gain_over_what_the_quality_required_says_so(timed: Store, clock: Clock) -> None:
-    rows = ByHand(timed, clock, begin(timed))
-    start, earlier, best = rows.trial("start"), rows.trial("planner", update_interval=2), rows.trial(topk_ratio=0.2)
-    rows.measure(start, "start", 400)
-    rows.decide("start", start)
-    rows.decide("movement", earlier)
-    rows.decide("adopt", best, gain=0.5, error=0.01)
-    found = explained(timed, rows.run, clock)
-    assert found["gain"]["reference"] == {**START.knobs(), "update_interval": 2}
-    over = f"over what quality or GPU memory required ({words.setting({**START.knobs(), 'update_interval': 2})})"
-    assert f"gained 50 +/- 2% {over}." in found["verdict"][0]
-    assert f"of the step time {over}" in tune_page(found)
-
-
-def test_a_start_that_is_compared_again_is_no_other_setting(timed: Store, clock: Clock) -> None:
-    rows = ByHand(timed, clock, begin(timed))
-    start, again = rows.trial("start"), rows.trial("start", topk_ratio=START.topk_ratio)
-    rows.measure(start, "start", 400)
-    rows.decide("start", start)
-    rows.measure(again, "explore", 400)
-    found = explained(timed, rows.run, clock)
-    assert [(one["measurements"], one["settings"]) for one in found["eras"]] == [(2, 1)]
-    assert words.nothing_adopted(found).startswith("No other setting was measured")
-    assert words.fates(found)[1] == "start"
-
-
 def test_each_part_of_a_search_says_why_it_begins(timed: Store, clock: Clock) -> None:
     rows = ByHand(timed, clock, begin(timed))
     start = rows.trial("start")
@@ -380,21 +341,6 @@ def test_a_measurement_stands_in_the_part_of_the_search_that_counts_it(timed: St
     assert shown[1] == (0, "Nothing was decided by this before the search began again."), (counted, shown)
 
 
-def test_a_setting_that_was_tried_again_counts_once(timed: Store, clock: Clock) -> None:
-    rows = ByHand(timed, clock, begin(timed))
-    start = rows.trial("start")
-    rows.measure(start, "start", 100)
-    rows.decide("start", start)
-    for _ in range(2):
-        for ratio in (0.2, 0.3):
-            tried = rows.trial(topk_ratio=ratio)
-            rows.measure(tried, "explore", 300)
-            rows.decide("keep", tried)
-        rows.decide("reopen", start)
-        rows.measure(start, "start", 100)
-    assert explained(timed, rows.run, clock)["verdict"][1].startswith("None of the 2 other settings that were tried ")
-
-
 def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
     run, _, driver, recorder = searched(store, 6, most=5)
     store.interrupt_run(run)
@@ -419,35 +365,10 @@ def test_times_that_changed_while_a_run_was_away(store: Store) -> None:
     assert {number: found["trials"][number]["earlier_step_ms"] for number in before} == before
 
 
-def test_knobs_of_another_backend(timed: Store, clock: Clock) -> None:
-    run = begin(timed)
-    ids = [
-        timed.add_trial(
-            run, {"topk_ratio": k, "update_interval": "auto", "overlap_step": True}, source="start"
-        ).trial_id
-        for k in (0.1, 0.2)
-    ]
-    rows = ByHand(timed, clock, run)
-    rows.measure(ids[0], "start", 100)
-    rows.decide("start", ids[0])
-    rows.measure(ids[1], "explore", 50)
-    rows.decide("adopt", ids[1], gain=0.5, error=0.01)
-    found = explained(timed, run, clock)
-    assert found["best"]["staleness_steps"] is None
-    assert found["verdict"][1] == "Keep topk_ratio 0.2; all else as it was at the start."
-
-
 def test_a_run_that_has_no_rows(store: Store) -> None:
     found = explained(store, begin(store))
     assert found["verdict"] == ["The search had not begun."]
     assert found["best"] is None
-
-
-def test_what_the_quality_allows_is_kept(store: Store) -> None:
-    search, _ = make(4, 0.05)
-    kept = feasible(search.book.space)
-    run = store.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"feasible": kept})
-    assert explained(store, run)["feasible"] == kept
 
 
 def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
@@ -465,12 +386,3 @@ def test_the_ranks_are_told(timed: Store, clock: Clock) -> None:
     assert "Rank 2 is the slowest: its step takes 60 ms without collectives, that of the fastest rank 40 ms;" in (
         shown.getvalue()
     )
-
-
-def test_the_coverage_is_that_of_the_settings_that_hold() -> None:
-    kept, tried = {"topk_ratio": 0.3, "update_interval": 4}, {"topk_ratio": 0.05, "update_interval": 4}
-    changes = (KnobChange(0, kept), KnobChange(10, tried), KnobChange(20, kept))
-    points = (CurvePoint(10, 10, coverage=0.5), CurvePoint(20, 10, coverage=0.04))
-    assert _quality(Curve(points, changes), kept, (), 0)["coverage"] is None  # nothing was seen since
-    later = (*points, CurvePoint(30, 10, coverage=0.38), CurvePoint(40, 10, coverage=0.4))
-    assert _quality(Curve(later, changes), kept, (), 0)["coverage"] == pytest.approx(0.39)

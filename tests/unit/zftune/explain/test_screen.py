@@ -16,7 +16,7 @@ from tests.support.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
 from zftune.explain.screen import render
-from zftune.explain.words import fates, lateness_bound, rejected, to_copy, verdict
+from zftune.explain.words import lateness_bound, rejected, to_copy, verdict
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.space import Setting
@@ -115,35 +115,6 @@ def test_nothing_is_claimed_of_what_was_not_measured(document: dict[str, Any]) -
     assert "Spent" not in text
 
 
-def test_a_setting_that_was_only_looked_at_is_not_called_anything_else(document: dict[str, Any]) -> None:
-    best, start = document["best"]["number"], 0
-    others = [one for one in document["trials"] if one["state"] == "measured" and one["number"] not in (best, start)]
-    looked_at, kept = others[0]["number"], others[1]["number"]
-    notes = [one for one in document["decisions"] if one["trial"] != looked_at]
-    found = fates({**document, "decisions": notes})
-    assert (found[best], found[start]) == ("kept", "start")
-    assert (found[looked_at], found[kept]) == ("not compared", "not adopted")
-    again = [{**one, "source": "reference"} if one["number"] == kept else one for one in document["trials"]]
-    assert fates({**document, "trials": again})[kept] == "compared again"
-    at_start = {**document, "decisions": notes, "gain": None, "best": document["start"]}
-    unlike = "measured, but not compared with those that it began with. It began with: "
-    assert f"was adopted; one of them was {unlike}" in said(at_start)
-    before = [{**one, "step_ms": None} if one["number"] == looked_at else one for one in document["trials"]]
-    assert fates({**at_start, "trials": before})[looked_at] == "measured earlier"
-    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": before})
-    twice = [*document["trials"], {**document["trials"][kept], "number": len(document["trials"])}]
-    assert f"was adopted; one of them was {unlike}" in said({**at_start, "trials": twice})
-    two = [document["start"], document["trials"][looked_at]]
-    alone = {**at_start, "trials": sorted(two, key=lambda one: one["number"])}
-    assert f"The one other setting that was tried was {unlike}" in said(alone)
-    states = {one["number"]: one["state"] for one in document["trials"]}
-    assert all(found[number] == "rejected unseen" for number, state in states.items() if state == "rejected")
-    states_of = [{**document["trials"][looked_at], "state": state} for state in ("in_flight", "void", "crashed")]
-    assert [fates({**document, "trials": [one]})[looked_at] for one in states_of] == [
-        "being measured", "not counted", "crashed"
-    ]  # fmt: skip
-
-
 def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:
     old = explained(timed, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings={"budget_steps": 1.8}))
     assert (old["budget"]["movement_percent"], old["budget"]["expected_loss_percent"]) == (None, None)
@@ -182,41 +153,6 @@ def test_the_budget_in_steps_is_that_of_the_newest_movement(timed: Store, clock:
     assert found["feasible"] == [
         {"topk_ratio": 0.0, "update_interval": pytest.approx(2 * steps - 1), "with_any_lag": pytest.approx(steps)}
     ]
-
-
-def test_a_movement_is_told_at_the_learning_rate_that_it_was_measured_with(timed: Store, clock: Clock) -> None:
-    """Not at that of the training before, which began the run, nor at its highest where it has fallen since."""
-    settings = {"budget_steps": 3.4, "movement_percent": 0.05, "movement_rate": 3e-5, "learning_rate": 3e-5}
-    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
-    start = rows.trial("start")
-    told = [lateness_bound(explained(timed, rows.run, clock))]
-    moves: list[dict[str, Any]] = [{}, {"movement_percent": 0.107, "movement_rate": 1e-3}, {"movement_percent": 0.0958}]
-    for moved in moves:
-        rows.measure(start, "start", 100, **moved)  # at the last no rate was known
-        told.append(lateness_bound(explained(timed, rows.run, clock)))
-    assert [one.partition(":")[0] for one in told] == [
-        "weights move 0.05% in a step at learning rate 3e-5",
-        "weights move 0.05% in a step at learning rate 3e-5",
-        "weights move 0.107% in a step at learning rate 0.001",
-        "weights move 0.0958% in a step",
-    ]
-
-
-def test_a_movement_at_the_end_of_a_schedule_is_told_beside_that_at_its_peak(timed: Store, clock: Clock) -> None:
-    settings = {"budget_steps": 3.4, "movement_percent": 0.04, "movement_rate": 1e-4}
-    rows = ByHand(timed, clock, timed.begin_run(KEY, MODEL, HARDWARE, knobs=START.knobs(), settings=settings))
-    start = rows.trial("start")
-    rows.measure(start, "start", 100, movement_percent=0.05, movement_rate=9e-5)
-    rows.measure(start, "start", 100, movement_percent=0.045, movement_rate=1e-4)
-    assert "at the last" not in lateness_bound(explained(timed, rows.run, clock))
-    rows.measure(start, "start", 100, movement_percent=5e-5, movement_rate=7e-8)
-    found = explained(timed, rows.run, clock)
-    assert (found["budget"]["peak_movement_percent"], found["budget"]["peak_learning_rate"]) == (0.05, 9e-5)
-    assert lateness_bound(found) == (
-        "weights move 0.05% in a step at learning rate 9e-5: updates may come 3.43 steps late on average, which adds "
-        "up to about 0.3% of loss in a long fine-tuning, 0.746% in one of 1000 steps; more from scratch; at the last "
-        "weights move 0.00005% in a step at learning rate 7e-8, which allows 8 steps"
-    )
 
 
 @pytest.mark.parametrize("interval", [2, 8])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +13,11 @@ from tests.support.zftune.tuner.drifting import FAST, World
 from tests.support.zftune.tuner.surfaces import START, TOKENS
 from zenflow import StepStats
 from zftune.planner.rates import Rates
-from zftune.store import open_store
-from zftune.store.types import Hardware, Key, Model, TrialState
-from zftune.tuner import messages
-from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.rows import rebuild
+from zftune.store.types import TrialState
 from zftune.tuner.scores import Gain, Pace, Sample, changed, departure, differs
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Choosing, MeasuringBaseline, Outcome, Trial
 
-KEY = Key(
-    model_id="m" * 16, hw_id="h" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1, micro_batch=1,
-    sequence=64, checkpointing=False, quality="published",
-)  # fmt: skip
 RATES = Rates(forward_ms=10.0, backward_ms=20.0, d2h_gbps=12.0, h2d_gbps=11.0, host_gbps=90.0, update_gelements_s=3.0)
 
 
@@ -153,20 +144,6 @@ def test_the_planner_is_asked_again_with_what_it_learnt() -> None:
     assert world.learnt[-1] == (Pace(busy_ms=200.0), Pace(busy_ms=100.0))
 
 
-def test_what_was_rejected_in_other_times_may_be_tried() -> None:
-    world = World()
-    world.settle()
-    book = world.search.book
-    slow = Setting(topk_ratio=0.3, update_interval=2, apply_lag=2)
-    judged = book.judge(slow)
-    rejected = book.add(replace(judged, told=replace(judged.told, constraint=0.5), reason="too slow then"), "search")
-    assert rejected.state is TrialState.REJECTED
-    assert book.judge(slow).taken
-    world.factor = 2.0
-    world.run(2)
-    assert not book.judge(slow).taken
-
-
 def test_times_that_change_in_a_comparison_are_noticed() -> None:
     world = World()
     world.run(2)
@@ -253,28 +230,6 @@ def test_a_peak_counts_where_times_do_not() -> None:
     assert world.learnt == [(Pace(busy_ms=100.0), Pace(busy_ms=200.0))]
 
 
-def test_the_least_ratio_that_is_enough() -> None:
-    world = World(limit_bytes=800)
-    world.run(1)  # 0.6 of nine tenths: 460 bytes
-    book = world.search.book
-    assert book.roomier(800) is None
-    assert book.roomier(None) is None
-    for peak, ratio in ((801, 0.8), (979, 0.8), (981, 1.0)):
-        found = book.roomier(peak)
-        assert found == replace(book.incumbent.setting, offload_ratio=ratio)
-
-
-def test_fewer_columns_are_selected_where_the_ratio_is_not_enough() -> None:
-    world = World(limit_bytes=800)
-    world.run(1)
-    book = world.search.book
-    found = book.roomier(800 + 460 - 60)  # 60 bytes may be left, and 100 are taken with everything offloaded
-    assert found is not None
-    assert found.offload_ratio == 1
-    assert world.bytes_of(found) <= 60
-    assert book.space.violation(found) is None
-
-
 def test_where_nothing_is_enough_everything_is_offloaded_and_it_goes_on() -> None:
     world = World(limit_bytes=800)
     world.run(1)
@@ -284,18 +239,12 @@ def test_where_nothing_is_enough_everything_is_offloaded_and_it_goes_on() -> Non
     assert world.kinds.count("memory") == 1
 
 
-def restless(world: World, turns: int = 40, begin: Callable[[], StoreRecorder | None] = lambda: None) -> World:
+def restless(world: World, turns: int = 40) -> World:
     """Times change before any search is over."""
-    recorder = begin()
     for turn in range(turns):
-        request = world.search.next()
-        if request is None:
+        if world.search.next() is None:
             break
-        if recorder is not None:
-            assert recorder.before(world.search, request) is None
         world.run(1)
-        if recorder is not None:
-            recorder.after(world.search, request, world.driver.outcomes[-1])
         if turn % 4 == 3:
             world.factor = 3.0 - world.factor
     return world
@@ -327,32 +276,11 @@ def test_where_times_keep_changing_it_waits_ever_longer_and_says_why_once() -> N
     assert world.kinds.count("remark") == 1
 
 
-def test_a_training_that_goes_on_with_an_unsteady_run_does_not_wait_at_once() -> None:
-    world = restless(long())
-    world.search.begin_again()
-    restless(world)
-    kinds = world.kinds[len(world.kinds) - world.kinds[::-1].index("resume") :]
-    assert kinds.index("hold") > kinds.index("reopen", kinds.index("reopen") + 1)  # its own times have to change first
-    waits = [note.reason for note in world.search.notes if note.kind == "hold"]
-    assert waits.count(messages.waits(200)) == 2
-
-
 def test_where_it_may_not_wait_it_ends() -> None:
     world = restless(long(hold=False, watch=False))
     assert world.search.next() is None
     last = world.search.notes[-1].reason
     assert last.startswith("Step times changed 4 times before the search came to its end. It ends; the best settings")
-
-
-def test_a_search_that_waited_for_steady_times_is_rebuilt_from_its_rows() -> None:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        knobs = START.knobs()
-        run = store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs=knobs)
-        world, other = restless(long(), begin=lambda: StoreRecorder(store, run)), long()
-        rows = store.trials(run.run_id)
-        rebuild(other.search, rows, {row.trial_id: store.measurements(row.trial_id) for row in rows})
-    assert [note.reason for note in other.search.notes] == [note.reason for note in world.search.notes]
-    assert other.search.state == world.search.state
 
 
 def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory() -> None:
@@ -370,39 +298,6 @@ def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory()
     assert book.incumbent is room
     assert (book.judge(adopted.setting).reason, book.adoptions) == ("somebody has rolled it back", [])
     assert book.gain_share == 0
-
-
-def test_a_search_that_began_again_is_rebuilt_from_its_rows() -> None:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        world = World(limit_bytes=800)
-        start = world.search.book.incumbent.setting
-        run = store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs=start.knobs())
-        recorder = StoreRecorder(store, run)
-        for turn in range(17):
-            if turn == 4:
-                world.factor, world.tokens, world.more_bytes = 2.0, 2 * TOKENS, 500
-            if turn == 9:
-                world.factor = 3.0
-            if turn == 12:
-                world.movement_percent = 0.1
-            request = world.search.next()
-            assert request is not None
-            assert recorder.before(world.search, request) is None
-            world.run(1)
-            recorder.after(world.search, request, world.driver.outcomes[-1])
-            other = World(limit_bytes=800)
-            rows = store.trials(run.run_id)
-            rebuild(other.search, rows, {row.trial_id: store.measurements(row.trial_id) for row in rows})
-            mine, theirs = world.search.book, other.search.book
-            assert theirs.incumbent.setting == mine.incumbent.setting
-            assert [one.setting for one in theirs.trials] == [one.setting for one in mine.trials]
-            assert theirs.tokens == mine.tokens
-            assert other.learnt == world.learnt
-            assert other.search.cost == world.search.cost
-            assert theirs.gain == mine.gain
-            assert turn < 12 or theirs.space == mine.space
-        assert recorder.notices == []
-    assert {"memory", "reopen", "movement"} <= set(world.kinds)
 
 
 # --- movement --------------------------------------------------------------------------------------------------------
@@ -436,33 +331,6 @@ def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:
         for one in book.trials[note.trial or 0 :]
         if one.state is TrialState.MEASURED
     )
-
-
-def test_what_had_to_run_and_was_not_measured_is_let_go() -> None:
-    world = World()
-    world.settle()
-    world.movement_percent = 0.1
-    world.run(1)
-    first = world.search.book.incumbent
-    world.movement_percent = 1.0
-    world.driver.fault = lambda request: replace(world.measure(request), status="void")
-    world.run(1)
-    book = world.search.book
-    assert (book.incumbent is first, first.state, book.waiting()) == (False, TrialState.VOID, book.incumbent)
-
-
-def test_room_is_made_by_what_the_same_measurement_tells_of_movement() -> None:
-    """What was known of it before is another process's, and not in the rows."""
-    found = []
-    for before in (0.01, 1.0):
-        world = World(limit_bytes=800)
-        book = world.search.book
-        book.space = book.space.moving(before)
-        world.more_bytes, world.movement_percent = 770, 0.05  # no share that is offloaded is enough
-        world.run(1)
-        assert "memory" in world.kinds
-        found.append([one.setting for one in book.trials])
-    assert found[0] == found[1]
 
 
 def test_a_little_beyond_the_bound_is_noise_and_what_moves_less_allows_more() -> None:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import zftune
 from tests.support.zftune.tuner.loop import BEGIN, Loop
 from tests.support.zftune.tuner.scene import Make, SyncWorker, assert_whole
-from zenflow import HostMemoryError, ZenFlowAdamW
+from zenflow import HostMemoryError
 from zftune.exactness import EXACT
-from zftune.quality import highest_rate
-from zftune.store import open_store
 from zftune.tuner.drivers import LocalDriver
-from zftune.tuner.executor import UnmeasuredCounter
-from zftune.tuner.guard import LossGuard
-from zftune.tuner.states import UnmeasuredSteps
 from zftune.tuner.training_info import WarmupStats
 from zftune.tuner.warm_up import warm_up_steps
 
@@ -173,27 +165,6 @@ def test_higher_losses_of_an_older_state_are_no_spike(loops: list[Loop], loads: 
     assert any(note.kind == "guard" for note in tuner.search.notes) is not loads
 
 
-def test_a_guard_forgets_what_it_saw() -> None:
-    guard = LossGuard()
-    for _ in range(40):
-        assert guard.add(1.0) is None
-    guard.forget()
-    assert [guard.add(10.0) for _ in range(8)] == [None] * 8
-    for _ in range(40):
-        guard.add(1.0)
-    assert any(guard.add(10.0) for _ in range(8))
-
-
-def test_steps_of_a_loaded_state_are_the_incumbents_until_knobs_change() -> None:
-    outside = UnmeasuredCounter()
-    outside.change(50, challenges=True)
-    outside.add(51, 1000.0)
-    assert outside.taken() == UnmeasuredSteps(0.0, 1.0, 1)
-    outside.forget_changes()
-    outside.add(101, 1000.0)
-    assert outside.taken() == UnmeasuredSteps(1.0, 0.0, 0)
-
-
 def tried(loop: Loop, setting: dict[str, Any], best: dict[str, Any]) -> Saved:
     """A state that is saved while a search, which has found `best`, tries a setting."""
     loop.optimizer.set_knobs(**best)
@@ -231,24 +202,6 @@ def test_a_setting_that_was_tried_when_the_state_was_saved_gives_way_to_the_best
     tuner.close()
 
 
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_curve_has_the_settings_that_hold_since_a_state_was_loaded(loops: list[Loop], attached: bool) -> None:
-    before, loop = loops
-    state = tried(before, {"topk_ratio": 0.4}, {"topk_ratio": 0.2})
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        if not attached:
-            load(loop, state)
-        tuner = zftune.attach(loop.optimizer, store=store, most_measurements=5)
-        if attached:
-            load(loop, state)
-        loop.run(tuner, until=lambda: tuner.live is not None)
-        tuner.close()
-        assert tuner.run_id is not None
-        first = store.curve(tuner.run_id).changes[0]
-    # Going back is asked for after the first step where that has shown that a state was loaded.
-    assert (first.step, first.knobs["topk_ratio"]) == (before.optimizer.steps + attached, 0.2)
-
-
 @pytest.mark.parametrize("steps", [0, 2])  # before and after it holds
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_a_search_has_left_is_not_what_the_script_asks_for(
@@ -272,65 +225,6 @@ def test_what_a_search_has_left_is_not_what_the_script_asks_for(
     loop.run(later, until=lambda: later.live is not None)
     assert later.incumbent.update_interval == (1 if by_hand else 4)
     later.close()
-
-
-@pytest.mark.parametrize("best", [{"topk_ratio": 0.4}, {"topk_ratio": 0.2}])
-def test_what_a_search_leaves_behind_names_the_best_as_long_as_something_else_holds(
-    loops: list[Loop], best: dict[str, Any]
-) -> None:
-    """Such as where going back to it was refused, or not all ranks have agreed on it."""
-    loop = loops[0]
-    tuner = zftune.attach(loop.optimizer, store=False)
-    loop.step()
-    loop.optimizer.set_knobs(topk_ratio=0.4)
-    loop.step()
-    loop.optimizer.kept_knobs = best
-    tuner.close()
-    assert loop.optimizer.kept_knobs == (None if best["topk_ratio"] == 0.4 else best)
-
-
-def test_the_best_setting_is_named_anew_only_where_it_is_another_one(loops: list[Loop]) -> None:
-    loop = loops[0]
-    tuner = zftune.attach(loop.optimizer, store=False, most_measurements=5)
-    named: list[Any] = []
-
-    def look() -> bool:
-        kept = loop.optimizer.kept_knobs
-        if kept is not None and not any(kept is one for one in named):
-            named.append(kept)
-        return False
-
-    loop.run(tuner, until=look)
-    tuner.close()
-    assert tuner.search is not None
-    assert 1 <= len(named) <= 1 + len(tuner.search.book.adoptions)
-
-
-def test_learning_rates_of_many_groups_are_not_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
-
-    def count(groups: list[dict[str, Any]]) -> float:
-        looked.append(len(groups))
-        return highest_rate(groups)
-
-    monkeypatch.setattr("zftune.tuner.tuner.highest_rate", count)
-    parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(20)]
-    groups = [{"params": [one], "lr": 1e-5 * number} for number, one in enumerate(parameters, start=1)]
-    with closing(ZenFlowAdamW(groups, config=BEGIN)) as optimizer, zftune.attach(optimizer, store=False) as tuner:
-        groups_now = optimizer.param_groups
-        groups_now[0]["max_lr"] = None  # whatever a scheduler of somebody's leaves there
-        for step in range(1, 33):
-            if step == 5:
-                groups_now[0]["lr"] = groups_now[3]["lr"] = 1e-3
-            if step == 20:
-                groups_now[4]["lr"] = torch.tensor(1e-2)
-            torch.stack([one.square().sum() for one in parameters]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            highest = tuner._counter.count.highest_rate
-            assert highest == pytest.approx(2e-4 if step < 5 else 1e-3 if step < 32 else 1e-2)
-        assert sorted(set(looked)) == [1, 20]
-        assert looked.count(20) == 4  # at the first step, where the first group's changed, and every 16 steps
 
 
 def test_it_does_so_without_a_daemon_that_answers(

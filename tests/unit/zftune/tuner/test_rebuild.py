@@ -23,7 +23,7 @@ from zftune.store.types import Barred, Hardware, Key, Model, Run, RunState, Tria
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.recording import MachineInfo, Recording, RunFacts
 from zftune.tuner.rows import Followed, rebuild
-from zftune.tuner.search import MOST_VOIDS, Search, SearchOptions
+from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting, Space, space_for
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, Stopped
 
@@ -194,23 +194,6 @@ class Written:
         return rebuild(search, rows, measurements, self.store.decisions(self.run.run_id))
 
 
-def test_a_search_that_came_to_its_end_before_times_changed_is_read_back(store: Store) -> None:
-    """Its holds are not those of a search that waits: four changes with an end between them are no unsteady times."""
-    options: dict[str, Any] = {"most_measurements": 5, "patience": 2}
-    written = Written(store, watching(**options))
-    for era in range(5):
-        while written.go(100.0 * 1.5**era).role != "hold":
-            pass
-        written.go(100.0 * 1.5**era)
-        while written.go(100.0 * 1.5 ** (era + 1)).role == "hold" and isinstance(written.search.state, Stopped):
-            pass  # until it is noticed
-        read = watching(**options)
-        assert written.read_back(read) == Followed()
-        assert known(read) == known(written.search)
-    assert [note.kind for note in written.search.notes].count("stop") == 5
-    assert written.search._restarts == 1
-
-
 LATE = Setting(topk_ratio=0.1, update_interval=16, apply_lag=16)
 """The quality does not allow it."""
 
@@ -225,24 +208,6 @@ def test_a_step_back_for_the_quality_is_read_back_with_its_number(store: Store) 
     read = watching([LATE])
     assert written.read_back(read) == Followed()
     assert read.book.incumbent.number == 2
-    assert known(read) == known(written.search)
-
-
-def test_a_step_back_to_what_an_earlier_life_did_not_come_to_is_read_back(store: Store) -> None:
-    bounded = watching().book.space.moving(5.0)
-    back = bounded.earlier(START)
-    written = Written(store, watching([back]))
-    written.go(movement_percent=0.05)
-    request = written.search.next()
-    assert request is not None
-    assert request.setting == back
-    written.recorder.finish(written.search, unfinished=True)  # it is void
-    written.go_on(watching([back]))
-    written.go(movement_percent=5.0)
-    assert written.search.book.incumbent.number == 2
-    written.go(movement_percent=5.0)
-    read = watching([back])
-    assert written.read_back(read) == Followed()
     assert known(read) == known(written.search)
 
 
@@ -261,28 +226,6 @@ def test_a_step_back_of_a_search_that_had_ended_is_read_back(store: Store) -> No
     read = watching()
     assert written.read_back(read) == Followed()
     assert known(read) == known(written.search)
-
-
-def test_a_crash_of_the_best_settings_in_rows_that_do_not_follow_bars_nothing(store: Store) -> None:
-    written = Written(store, watching())
-    written.go()
-    (row,) = store.trials(written.run.run_id)
-    (start,) = store.measurements(row.trial_id)
-    crash = replace(start, role="a1", aggregates={**start.aggregates, "status": "crashed", "sequence": 1})
-    read = watching()
-    assert rebuild(read, [row], {row.trial_id: [start, crash]}).lost == 1
-    assert (read.book._barred, read.book.incumbent.state) == ({}, TrialState.MEASURED)
-
-
-def test_another_training_measures_the_best_settings_before_it_chooses(store: Store) -> None:
-    written = Written(store, watching())
-    written.go()
-    written.recorder.finish(written.search, unfinished=True)
-    written.go_on(watching())
-    for _ in range(MOST_VOIDS):
-        assert written.go(status="void").role == "start"
-    assert [written.go(120.0).role for _ in range(2)] == ["hold", "start"]
-    assert written.search.book.incumbent_step_ms == pytest.approx(120.0, rel=0.01)
 
 
 def test_the_lease_outlasts_a_long_measurement(store: Store) -> None:
