@@ -37,7 +37,6 @@ def driver(library: Path, machine: Machine, **more: str) -> Mapping[str, str]:
     return {"LD_LIBRARY_PATH": str(library.parent), "NVML_SCRIPT": str(machine.script), **more}
 
 
-@pytest.mark.smoke
 def test_counters_are_in_the_report(python: Run, machine: Machine, nvml_library: Path) -> None:
     row = {"t": 0.0, "util": 37.0, "rx_gbps": 3.0, "tx_gbps": 6.0, "power_w": 410.0}
     machine.write(HOPPER, timeline=[row, {**row, "t": 600.0}])

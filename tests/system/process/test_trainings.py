@@ -45,7 +45,6 @@ HARD = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", fast(["fork"], all_of=list(HARD)))
 def test_a_script_that_makes_it_hard(python: Run, name: str) -> None:
     code, exit_code, steps = HARD[name]

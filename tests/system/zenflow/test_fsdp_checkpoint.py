@@ -129,7 +129,6 @@ def test_what_was_open_when_it_was_saved(on_two: Results) -> None:
     assert all(any(selection for _, _, selection in found[name].values()) for name in ("overlapped", "knobs"))
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "stop"), GONE_ON)
 def test_on_more_ranks(on_four: Results, by_one: dict[str, Any], name: str, stop: int) -> None:
     for rank, results in enumerate(on_four):

@@ -17,8 +17,6 @@ from zftune.daemon.protocol.messages import Hello
 from zftune.daemon.server.sampling import Node
 from zftune.telemetry import NvmlSampler
 
-pytestmark = pytest.mark.smoke
-
 __all__ = ["here", "machine", "nvml_library"]
 
 OTHER = "0" * 31 + "2"
@@ -70,6 +68,7 @@ def figures(node: Node, run: str = RUN) -> Any:
     return until(look)
 
 
+@pytest.mark.smoke
 def test_a_gpu_is_sampled_from_its_first_run_to_its_last(here: Callable[..., None], node: Runs) -> None:
     here(HOPPER, timeline=[{"t": 0, "util": 70}])
     assert node.gpus() == {}
@@ -88,6 +87,7 @@ def test_a_gpu_is_sampled_from_its_first_run_to_its_last(here: Callable[..., Non
     assert node.host.figures is None
 
 
+@pytest.mark.smoke
 def test_runs_on_one_gpu_are_co_tenants(here: Callable[..., None], node: Runs) -> None:
     here((*HOPPER, f"process {os.getpid()}"), timeline=[{"t": 0, "util": 50}])
     disturbed = node.come()

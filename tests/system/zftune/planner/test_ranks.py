@@ -214,7 +214,6 @@ def facts() -> ModelFacts:
     return ModelFacts.from_module("layered", model_of())
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
     """Apart from the numbers that the host is told in a step, 4 bytes of each weight, which are much in a toy."""
@@ -227,7 +226,6 @@ def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
         assert least.step_ms <= 1.001 * results[name]["step_ms"]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", SETTINGS)
 def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None:
     setting, model = SETTINGS[name], facts()
@@ -242,7 +240,6 @@ def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None
     assert sum(results[name]["host_bytes"] for results in ranks) == work
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", SETTINGS)
 def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
     expected = host_bytes(facts(), SETTINGS[name].config, ranks=len(ranks))
@@ -251,7 +248,6 @@ def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
     assert found["log"] <= expected["log"]
 
 
-@pytest.mark.smoke
 def test_each_rank_sends_its_share(ranks: Results) -> None:
     for one, other in itertools.pairwise(results["windows"]["d2h"] for results in ranks):
         assert one == pytest.approx(other, rel=0.01)

@@ -89,7 +89,6 @@ def test_ctrl_c_in_the_example_ends_it_soon(tmp_path: Path) -> None:
         assert all(run.state is not RunState.RUNNING for run in store.runs())
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(("number", "given"), fast([(15, False)], all_of=[(15, False), (1, True)]))
 def test_a_signal_that_ends_the_training_while_a_setting_is_tried_blames_none(
     tmp_path: Path, number: int, *, given: bool

@@ -27,7 +27,6 @@ def measured(path: Path) -> int:
         return sum(len(store.measurements(trial.trial_id)) for trial in trials)
 
 
-@pytest.mark.smoke
 @pytest.mark.timeout(180)
 def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None:
     context = fork_server.context()

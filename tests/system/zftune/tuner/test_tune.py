@@ -39,6 +39,7 @@ def options(mini_model: Path, mini_rig: Path, **more: Any) -> TuneOptions:
     return TuneOptions(**given)
 
 
+@pytest.mark.smoke
 def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) -> None:
     seen: list[int] = []
     document = tune(options(mini_model, mini_rig, steps=50), lambda done, tuner: seen.append(done), store)
@@ -115,6 +116,7 @@ def test_thinking_costs_simulated_time(quick: dict[str, Any], store: Store) -> N
     assert steps[1] > steps[0] + 25  # two thoughts of 0.4 s and steps of 7 ms or more
 
 
+@pytest.mark.smoke
 def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
     first = tune(TuneOptions(**quick), interrupt_after(2), store)
     (run,) = store.runs()
@@ -140,6 +142,7 @@ def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
     assert len(store.runs()) == 2
 
 
+@pytest.mark.smoke
 def test_it_begins_from_a_preset(quick: dict[str, Any], store: Store) -> None:
     evidence = Evidence(
         step_ms=8.0,
@@ -166,6 +169,7 @@ def test_it_begins_from_a_preset(quick: dict[str, Any], store: Store) -> None:
     assert document["start"]["step_ms"] is not None
 
 
+@pytest.mark.smoke
 def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) -> None:
     def on_step(done: int, tuner: Tuner) -> None:
         raise KeyboardInterrupt
@@ -176,6 +180,7 @@ def test_ctrl_c_before_it_began(mini_model: Path, mini_rig: Path, store: Store) 
     assert "zftune tuned nothing: the training took 1 step and ended before a first measurement" in shown(document)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -211,6 +216,7 @@ def test_bad_input_is_refused_in_a_sentence(
     assert line.startswith(f"zftune: {message}")
 
 
+@pytest.mark.smoke
 def test_quality_follows_the_config(tmp_path: Path) -> None:
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     plain, zenflow = tmp_path / "plain.json", tmp_path / "zenflow.json"
