@@ -52,6 +52,7 @@ def child(do: Callable[[], object]) -> str:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # as a DataLoader's worker does: OpenMP's threads are not forked
         try:
             text = str(do())
         except UnsupportedError as error:

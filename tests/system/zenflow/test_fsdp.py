@@ -22,7 +22,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("ranks")
     more = {2: ["repeated", "rounded"], 4: ["with replicas"]}
     names = [*NAMES, *(more.get(request.param, []) if everything() else [])]
-    results = results_of_ranks(folder, "tests.support.zenflow.fsdp_cases", names, request.param)
+    results = results_of_ranks(
+        folder, "tests.support.zenflow.fsdp_cases", names, request.param, patience_s=60.0 * request.param
+    )
     for result in results:
         for found in result.values():
             assert "error" not in found, found["trace"]

@@ -118,5 +118,5 @@ def test_the_cases_of_a_gpu_compile_few_and_they_compile(tmp_path: Path) -> None
     of_each, compiled = json.loads(file.with_suffix(".json").read_text())
     print(of_each, compiled)
     assert len(of_each) == 4
-    assert sum(of_each.values()) < 150
+    assert sum(of_each.values()) < 200
     assert all(number > 20 for number in compiled)
