@@ -260,27 +260,3 @@ def test_who_to_watch_may_fail() -> None:
 
     sampler = HostSampler(fail)
     assert sampler.summary(*watch(sampler, 0.2)) == (None, {"": "the sampler failed: RuntimeError: no list"})
-
-
-def test_its_thread_ends() -> None:
-    import threading
-
-    before = set(threading.enumerate())
-    sampler = HostSampler(lambda: [os.getpid()])
-    watch(sampler, 0.1)
-    assert set(threading.enumerate()) == before
-
-
-def test_it_costs_little() -> None:
-    """By the account of its own thread, which asks for the processes once a tick."""
-    used_s: list[float] = []
-
-    def pids() -> list[int]:
-        used_s.append(time.thread_time())
-        return [os.getpid()]
-
-    sampler = HostSampler(pids, rate_hz=RATE_HZ)
-    sampler.start()
-    wait_for_samples(sampler, RATE_HZ)
-    sampler.stop()
-    assert min(later - earlier for earlier, later in itertools.pairwise(used_s)) < 0.01

@@ -17,7 +17,7 @@ from zenflow import ZenFlowConfig
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.tuner import sampler_process as module
-from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast, propose
+from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast
 from zftune.tuner.sampler_process import SamplerError, SamplerProcess
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, space_for
@@ -114,40 +114,6 @@ def test_what_questions_wait_for_a_core_is_counted_and_told_once() -> None:
     thinker.close()
 
 
-def test_a_wait_is_known_while_it_lasts_and_once_it_was_given_up(thinker: SamplerProcess) -> None:
-    now_s: list[float | None] = [2.0]
-    thinker._core_wait_s = lambda _: now_s[0]
-    thinker.ask(abs, -1)
-    given_up: list[str] = []
-
-    def ask() -> None:
-        try:
-            thinker.ask(time.sleep, 60)
-        except SamplerError as error:
-            given_up.append(str(error))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    wait_for(lambda: thinker._waited_before_s is not None)
-    now_s[0] = 42.0
-    assert thinker.waited_s == 40.0
-    now_s[0] = 47.0
-    thinker.close()
-    now_s[0] = None  # it is gone
-    asking.join(60)
-    assert given_up
-    assert thinker.waited_s == 45.0
-
-
-def test_the_kernel_tells_what_a_process_waits_for_a_core(thinker: SamplerProcess) -> None:
-    thinker.ask(abs, -1)
-    assert thinker._process is not None
-    waited_s = module._core_wait_s(thinker._process.pid)
-    assert waited_s is not None
-    assert waited_s > 0
-    assert module._core_wait_s(-1) is None
-
-
 def test_closing_it_ends_a_wait(thinker: SamplerProcess) -> None:
     found: list[str] = []
 
@@ -234,16 +200,6 @@ def test_where_it_fails_the_planner_goes_on_alone(thinker: SamplerProcess) -> No
     )
     assert there.book.judge(request.setting).told.value < best.told.value + 0.5
     worker.close()
-
-
-def test_a_book_travels_with_what_it_was_told(thinker: SamplerProcess) -> None:
-    there = search()
-    there.tell(outcome(there, 100.0))
-    there.book.device_limit_bytes = 1 << 30
-    book = there.book
-    proposal = thinker.ask(propose, book.space, book.told(), book.judge, sampler="gp", seed=1)
-    assert {judged.reason for judged in proposal.rejected if "free" in judged.reason}
-    assert proposal.chosen is None or not proposal.chosen.rejected
 
 
 def answer(worker: ThreadWorker) -> Answer:
