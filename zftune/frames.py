@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from zenflow.device import Device
 
-PERIOD_S = 0.01
-"""Mean time between two samples: one costs the training some 20 us, mostly by the GIL's way to and fro."""
+PERIOD_S = 0.02
+"""Mean time between two samples: one costs the training about 70 us, mostly by the GIL's way to and fro."""
 MAX_LINES = 20
 _JOIN_S = 1.0  # a driver may hang
 _AUTOGRAD = "torch.autograd"

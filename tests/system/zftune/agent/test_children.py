@@ -100,7 +100,7 @@ BURNING = """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for (ids,) in loader(8):
         optimizer.zero_grad()
-        burn(1_000_000)
+        burn(3_000_000)
         loss_of(model, ids).backward()
         optimizer.step()
 """
