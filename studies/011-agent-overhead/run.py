@@ -27,10 +27,19 @@ from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 from zenflow.device import default_torch_device, device_for  # noqa: E402
 from zftune.agent import arming, records  # noqa: E402
+from zftune.agent.facts import Facts  # noqa: E402
+from zftune.agent.session import Session  # noqa: E402
+from zftune.agent.systems import runtime  # noqa: E402
 from zftune.workload import batches, build_model, load_text  # noqa: E402
 
 ALLOWED = 1.01
-CODE = ("studies/011-agent-overhead/run.py", "zftune/agent", "zftune/integrations", "zftune/workload")
+CODE = (
+    "studies/011-agent-overhead/run.py",
+    "zftune/agent",
+    "zftune/frames.py",
+    "zftune/integrations",
+    "zftune/workload",
+)
 PAIRS, STEPS = 9, 30  # of each kind in a pair
 QUICK_PAIRS, QUICK_STEPS = 3, 5
 CPU_SIZE = {"model": "tiny", "micro_batch": 4, "sequence": 128}  # 50 ms on one thread of the machine in the README
@@ -90,20 +99,26 @@ class Training:
 
 
 class Agent:
-    """The agent in this process, as in a child, whose hooks come and go."""
+    """The agent in this process, as in a child, whose hooks and sampler of frames come and go."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         self._folder = folder
-        self._session = arming.make_session(records.Settings(folder, warmup=1, steps=1_000_000))
+        self._optimizer = optimizer
+        settings = records.Settings(folder, warmup=1, steps=1_000_000)
+        self._session = Session(settings, Facts(), arming.backend_for, runtime.rows_of, arming.capturing())
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """All of them."""
         session = self._session
+        sampler = arming.sampler_for(arming.backend_for(self._optimizer), bool)
         arming.hook(session, lambda name, call: call(sys.modules[name]) if name in sys.modules else None)
+        assert sampler is not None
+        sampler.start()
         try:
             yield
         finally:
+            sampler.stop()
             session.patches.undo()
             while session.undo:
                 session.undo.pop()()
@@ -131,7 +146,7 @@ class Pair:
         on: list[Times] = []
         off: list[Times] = []
         with tempfile.TemporaryDirectory() as folder:
-            agent = Agent(Path(folder))
+            agent = Agent(Path(folder), training.optimizer)
             with agent.hooks():
                 training.train(2)  # in the first one the agent looks at the model
             for _ in range(steps):

@@ -19,6 +19,7 @@ from zftune.agent.recorder import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.records import Settings
 from zftune.agent.session import Session
 from zftune.agent.systems import runtime
+from zftune.frames import FrameSampler, idle_question
 
 WhenImported = Callable[[str, Callable[[Any], None]], None]
 
@@ -67,7 +68,7 @@ def end_in_order() -> None:
 
 def make_session(settings: Settings) -> Session:
     """A session that looks at the training as it is."""
-    return Session(settings, Facts(), backend_for, runtime.rows_of, capturing())
+    return Session(settings, Facts(), backend_for, runtime.rows_of, capturing(), sampler_for=sampler_for)
 
 
 def hook(session: Session, when_imported: WhenImported) -> None:
@@ -99,6 +100,13 @@ def backend_for(of: Any) -> StreamBackend:
         except UnsupportedError:
             return WallClock()  # the facts say so
     return DeviceEvents(accelerator) if accelerator is not None and accelerator.has_streams else WallClock()
+
+
+def sampler_for(backend: StreamBackend, is_waiting: Callable[[], bool]) -> FrameSampler | None:
+    """A sampler of the calling thread's frames; None in simulated time, which Python takes none of."""
+    if backend.device is None:
+        return FrameSampler(None)
+    return None if backend.device.clock.simulated else FrameSampler(idle_question(backend.device), is_waiting)
 
 
 def capturing() -> Callable[[], bool]:

@@ -23,6 +23,8 @@ def hook_torch(session: Session) -> None:
     patches = session.patches
     patches.replace(_BaseDataLoaderIter, "__next__", lambda original: _next(session, original))
     patches.replace(torch.autograd, "backward", lambda original: backward(session, original, releases=True))
+    for name, change in (("capture_begin", 1), ("capture_end", -1)):
+        patches.replace(torch.cuda.CUDAGraph, name, functools.partial(_capture, session, change))
     patches.replace(torch.amp.GradScaler, "scale", lambda original: _scale(session, original))
     patches.replace(torch.amp.GradScaler, "step", lambda original: _scaler_step(session, original))
     losses.listeners.append(session.log_loss)
@@ -101,6 +103,20 @@ def _next(session: Session, original: Wrapped) -> Wrapped:
         return batch
 
     return __next__
+
+
+def _capture(session: Session, change: int, original: Wrapped) -> Wrapped:
+    """A capture that begins, before it does, or has ended, even if it failed to."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        session.captures += max(0, change)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.captures += min(0, change)
+
+    return wrapper
 
 
 def _scale(session: Session, original: Wrapped) -> Wrapped:

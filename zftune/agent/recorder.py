@@ -34,6 +34,10 @@ class EventBackend(Protocol):
 class StreamBackend(EventBackend, Protocol):
     """One that knows a compute stream among others."""
 
+    @property
+    def device(self) -> Device | None:
+        """The device of the stream; None without one."""
+
     def on_compute_stream(self) -> bool:
         """Whether what is queued now, a mark too, goes to the compute stream."""
 
@@ -41,6 +45,7 @@ class StreamBackend(EventBackend, Protocol):
 class WallClock:
     """No device stream: a mark is the time at which it was made."""
 
+    device = None
     has_stream = False
     source = "wall clock"
 
@@ -64,6 +69,7 @@ class DeviceEvents:
     source = "event"
 
     def __init__(self, device: Device) -> None:
+        self.device = device
         self.mark = device.mark
         self.passed = device.passed
         self._elapsed_s = device.elapsed_s
@@ -188,6 +194,11 @@ class Recorder:
     def index(self) -> int:
         """Of the open step; 0 before the first `end_step()`."""
         return 0 if self._step is None else self._step.index
+
+    @property
+    def waits(self) -> bool:
+        """Whether a wait is entered; any thread may ask."""
+        return self._wait.depth > 0
 
     def charge(self, begin_ns: int) -> None:
         """Count the time since then as the hooks' own."""

@@ -4,6 +4,7 @@
     model    what is trained, by which systems; once, before the first measured step
     restart  another training began: it and its device replace the model, the steps and what is missing so far
     step     a `StepRow`
+    lines    what `FrameSampler.document` returns of the measured steps
     missing  a field of the profile document that this process cannot fill, and why
     end      "measured" (all steps were seen, the agent is gone), "exit" or "failed", which has an error beside it
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from zftune.agent.facts import Facts, learning_rates
 from zftune.agent.recorder import Cause, Phase, Recorder, Runtime, StepRow, StreamBackend
 from zftune.agent.records import RecordFile, Settings
+from zftune.frames import FrameSampler
 from zftune.losses import Source, StepLosses
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Session:
     Args:
         runtime_for: what adds to the rows of whoever makes the steps.
         is_capturing: whether the stream only notes down what it is given: any mark would spoil that.
+        sampler_for: makes the sampler of a backend's frames, given whether the device is not to be asked.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Session:
         runtime_for: Callable[[Any], Runtime | None],
         is_capturing: Callable[[], bool] = bool,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        sampler_for: Callable[[StreamBackend, Callable[[], bool]], FrameSampler | None] = lambda *_: None,
     ) -> None:
         self.off = False
         """Whether nothing is recorded any more; hooks then only pass calls on."""
@@ -121,6 +124,8 @@ class Session:
         """Whose `step()` inside another one's is a wait for the host."""
         self.absent: dict[str, str] = {}
         """Fields that stay empty because an installed package lacks what a hook needs, and what that is."""
+        self.captures = 0
+        """CUDA graphs that are being captured, in any thread: another one's question to the stream would spoil that."""
         self.sums_losses = False
         """Whether a step's loss is the sum of what its backward passes begin from, rather than their mean."""
         self._settings = settings
@@ -128,6 +133,7 @@ class Session:
         self._backend_for = backend_for
         self._runtime_for = runtime_for
         self._is_capturing = is_capturing
+        self._sampler_for = sampler_for
         self.clock_ns = clock_ns
         self._released = False
         self._inherited: list[Recorder | None] = []
@@ -136,6 +142,7 @@ class Session:
     def _start(self) -> None:
         self._records = RecordFile(self._settings.folder, self._facts.header)
         self._recorder: Recorder | None = None
+        self._sampler: FrameSampler | None = None
         self._backend: StreamBackend | None = None
         self._runtime: Runtime | None = None
         self._losses: StepLosses | None = None
@@ -332,13 +339,30 @@ class Session:
             if self._runtime is not None:
                 self._runtime.end_step(self._recorder.index)
             self._recorder.end_step()
+            self._sample(self._backend, self._recorder)
             if self._emitted >= self._last_index():
                 self._end("measured")
         else:
             self._other_stepped(of)
 
+    def _sample(self, backend: StreamBackend | None, recorder: Recorder) -> None:
+        """Sample frames in the measured steps."""
+        if recorder.index == recorder.first_index and backend is not None:
+            self._sampler = self._sampler_for(backend, lambda: self.captures > 0 or recorder.waits)
+            if self._sampler is not None:
+                self._sampler.start()
+        elif recorder.index > recorder.last_index:
+            self._end_samples()
+
+    def _end_samples(self) -> dict[str, Any] | None:
+        if self._sampler is None:
+            return None
+        self._sampler.stop()
+        return self._sampler.document()
+
     def _begin(self, of: Any) -> None:
-        self._recorder = None
+        self._end_samples()
+        self._recorder = self._sampler = None
         self._adopt(of)
         self._backend = backend = self._backend_for(of)
         self._runtime = self._runtime_for(of)
@@ -349,6 +373,7 @@ class Session:
             backend, self._emit, clock_ns=self.clock_ns, warmup=settings.warmup, steps=settings.steps
         )
         self._recorder.end_step()
+        self._sample(backend, self._recorder)
 
     def _other_stepped(self, of: Any) -> None:
         """It may be the primary's successor, with the same training or with another one, or only take turns with it."""
@@ -372,6 +397,8 @@ class Session:
         self._steps.clear()
         if self._recorder is not None:
             self._recorder.forget()
+            if self._sampler is not None:
+                self._sampler.thread = self._thread
             self._facts.forget_batches()
             if self._losses is not None:
                 self._losses.forget()
@@ -425,6 +452,7 @@ class Session:
         if self.off:
             return
         self.off = True
+        self._end_samples()
         where = traceback.extract_tb(error.__traceback__)[-1:]
         place = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in where)  # noqa: PTH119
         with contextlib.suppress(Exception):  # a full disk, say: then the file ends without its last line
@@ -450,4 +478,7 @@ class Session:
 
     def _end(self, reason: str) -> None:
         self.off = True
+        lines = self._end_samples()
+        if lines is not None:
+            self._records.write("lines", **lines)
         self._records.end(reason)

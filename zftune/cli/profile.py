@@ -149,7 +149,10 @@ def profile(
         ),
     ] = False,
     with_baselines: _Baselines = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Name every figure that is missing.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Name every missing figure, and all lines that held the training thread."),
+    ] = False,
     config: Annotated[str | None, _workload("A ds_config.json whose settings to use.")] = None,
     rig: _Rig = None,
     ranks: _Ranks = 1,

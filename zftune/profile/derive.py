@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 NO_STREAM = "plain CPU: there is no device stream whose waits could be called stalls"
+SIMULATED_THREAD = "time is simulated, so that what Python takes on this machine is no part of it"
 _NO_LOSS = "no backward pass began from a single number, and the script gave none to zftune.log_loss"
 NO_FINITE_LOSS = "no loss of the measured steps is a finite number"
 
@@ -52,6 +53,32 @@ def stall(by_step: Sequence[Mapping[Any, float] | None], mean_step_ms: float) ->
     total = sum(by_cause.values())
     # A step's waits lie within it, but for rounding of the marks.
     return {"fraction": min(1.0, total / mean_step_ms), "ms_per_step": total, "by_cause": by_cause}
+
+
+def thread_lines(sampled: Mapping[str, Any] | None, mean_step_ms: float) -> dict[str, Any] | None:
+    """The lines that held the training thread, in milliseconds a step.
+
+    Args:
+        sampled: what a `FrameSampler` saw.
+    """
+    if sampled is None:
+        return None
+    held_ms = sampled["fraction"] * mean_step_ms
+    names = ("file", "line", "function")
+    return {
+        "of": sampled["of"],
+        "samples": sampled["samples"],
+        "ms_per_step": held_ms,
+        "lines": [
+            {
+                **{name: line[name] for name in names},
+                "share": line["share"],
+                "ms_per_step": line["share"] * held_ms,
+                "within": {name: line["within"][name] for name in names},
+            }
+            for line in sampled["lines"]
+        ],
+    }
 
 
 def knobs(config: ZenFlowConfig, stats: Sequence[StepStats]) -> dict[str, Any]:

@@ -110,6 +110,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "phases_ms": phases_ms,
         "stall": stall,
         "idle": own.idle,
+        "thread_lines": derive.thread_lines(own.lines, step_ms["mean"]),
         "hidden_ms_per_step": None if stall is None else derive.mean(own.stats, "hidden_ms"),
         "waits_ms": None,
         "link": derive.link(own.stats, model_bytes),
@@ -154,6 +155,8 @@ def _reasons(document: Mapping[str, Any], fitting: Mapping[str, Measurement]) ->
     if document["idle"] is None:
         on_rig, on_cpu = document["rig"] is not None, document["stall"] is None
         reasons["idle"] = _IDLES_IN_STALLS if on_rig else derive.NO_STREAM if on_cpu else _NO_KERNEL_SEEN
+    if document["thread_lines"] is None:
+        reasons["thread_lines"] = derive.SIMULATED_THREAD
     if document["baselines"] is None:
         reasons |= {"baselines": _SWITCHED_OFF, "practicality": _SWITCHED_OFF}
     elif "no_offload" not in fitting:
@@ -211,6 +214,7 @@ def _sources(document: Mapping[str, Any], event: str) -> dict[str, str]:
         "phases_ms": event,
         "stall": event,
         "idle": "torch.profiler",
+        "thread_lines": "sampled frames",
         "hidden_ms_per_step": event,
         "link": "count",
         "host": "wall clock" if event == "event" else "rig",

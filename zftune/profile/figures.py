@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zftune.profile.verdict import idle_for_launches, phase_names
+from zftune.profile.verdict import phase_names, thread_ms
 from zftune.quality import LossSummary, expected_loss_percent, late_percent, loss_bound, moved_in_a_step, summarized
 from zftune.text import ms, number, percent, size
 
@@ -133,7 +133,7 @@ def _roofs(document: Document) -> list[str]:
         return []
     names = ("compute", "d2h", "h2d", "host")
     parts = [f"{name} {number(roofs[f'{name}_ms'])}" for name in names if roofs[f"{name}_ms"] is not None]
-    idle = "" if idle_for_launches(document) is None else ", unless launches leave the device idle for less"
+    idle = "" if thread_ms(document) is None else ", unless launches leave the device idle for less"
     return [f"{ms(roofs['least_step_ms'])} at the least: {', '.join(parts)}{idle}"]
 
 

@@ -21,6 +21,7 @@ from zftune.emulation import EmulatedAccelerator, Rig, RigSpec
 from zftune.emulation.emulator import Slack
 from zftune.emulation.machines import MAX_LATE_SHARE
 from zftune.errors import BadInputError, ProfileError
+from zftune.frames import FrameSampler, idle_question
 from zftune.profile.companions import FusedAdamW, IdleProfiler, TorchAdamW, calibration_steps
 from zftune.workload import Batch, TextCorpus, Workload, batches, build_model
 
@@ -118,6 +119,8 @@ class Measurement:
     losses: list[float]
     idle: dict[str, Any] | None
     """What a GPU idled for in some more steps, under torch.profiler; None where there is none, or it saw no kernel."""
+    lines: dict[str, Any] | None
+    """What a `FrameSampler` saw; None in simulated time."""
     attempts: int
     """Times that the run was measured until it was accepted."""
 
@@ -179,7 +182,7 @@ def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attem
     with Training(task, system, timed=True) as training:
         device, optimizer = training.device, training.optimizer
         discarded, measured = step_counts(optimizer.config, steps)
-        begin_ns = _train(training, discarded, measured, on_step)
+        begin_ns, lines = _train(training, discarded, measured, on_step)
         stats = optimizer.history(wait=True, after=discarded)
         peak_bytes = device.peak_bytes()
         slack = device.slack if isinstance(device, EmulatedAccelerator) else None
@@ -203,6 +206,7 @@ def _measure_once(task: Task, system: System, steps: int, on_step: OnStep, attem
         slack,
         losses,
         idle,
+        lines,
         attempt,
     )
 
@@ -218,19 +222,28 @@ def _idle(training: Training[Any], taken: int) -> dict[str, Any] | None:
     return None if found is None else found.document(optimizer.history(wait=True, after=taken))
 
 
-def _train(training: Training[Any], discarded: int, measured: int, on_step: OnStep) -> int:
+def _train(
+    training: Training[Any], discarded: int, measured: int, on_step: OnStep
+) -> tuple[int, dict[str, Any] | None]:
+    """When measuring began, and what a `FrameSampler` saw; None in simulated time."""
     begin_ns, device = 0, training.device
-    for step in range(discarded + measured):
-        if step == discarded - 1:
-            training.record_window()  # from its end on, where a window closes
-        if step == discarded:
-            device.reset_peaks()
-            begin_ns = time.monotonic_ns()
-        training.step()
-        on_step(step + 1, discarded + measured)
-        if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
-            break  # refused whatever comes: do not let a person wait for it
-    return begin_ns
+    sampler = FrameSampler(idle_question(device) if device.has_streams else None)
+    try:
+        for step in range(discarded + measured):
+            if step == discarded - 1:
+                training.record_window()  # from its end on, where a window closes
+            if step == discarded:
+                device.reset_peaks()
+                begin_ns = time.monotonic_ns()
+                if not device.clock.simulated:
+                    sampler.start()
+            training.step()
+            on_step(step + 1, discarded + measured)
+            if step >= discarded and _hopeless(device, (step + 1 - discarded) / measured):
+                break  # refused whatever comes: do not let a person wait for it
+    finally:
+        sampler.stop()
+    return begin_ns, sampler.document()
 
 
 Optimizer = TypeVar("Optimizer", bound=ZenFlowAdamW | FusedAdamW)

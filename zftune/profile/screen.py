@@ -19,7 +19,7 @@ from rich.text import Text
 from zftune.bars import CAUSE_KINDS, COMPUTE, Bar, Kind, StackedBar
 from zftune.profile.figures import figures
 from zftune.profile.schema import PHASES
-from zftune.profile.verdict import do_not_offload, phase_names
+from zftune.profile.verdict import do_not_offload, phase_names, place, thread_ms
 from zftune.text import amount, ms, number, percent, size, times
 from zftune.words import CAUSES
 
@@ -159,6 +159,8 @@ MIN_WIDTH = 40
 """Below it the screen is no use: lines are better left to wrap."""
 _KINDS = tuple(dict.fromkeys((COMPUTE, *CAUSE_KINDS.values(), *PHASE_KINDS.values())))
 _RAW = ("per_step.", "series.")  # no figures of this screen
+_FEW_LINES = 3
+"""Lines of Python that are shown, of a thread that bounds the step."""
 _FEW = 2
 """Lines about what is missing; one more says how to see the rest."""
 _WANTED = (
@@ -198,6 +200,7 @@ class _Screen:
             _heading("where a step's time goes, on one scale"),
             _bars(rows, self._document),
             *self._beside(rows, wide=width >= _WIDE),
+            *self._lines(wide=width >= _WIDE),
             _heading("this run in figures"),
             figures(self._document, wide=width >= _WIDE),
             Text(),
@@ -214,6 +217,28 @@ class _Screen:
         else:
             yield _heading(f"{'the ranks' if len(ranks) > 1 else 'its steps'}{sources}")
             yield ranks_table(ranks, stall=self._document["stall"], wide=wide)
+
+    def _lines(self, *, wide: bool) -> Iterator[RenderableType]:
+        """The lines of Python that held the training thread; of a thread that bounds no step, on request."""
+        sampled = self._document.get("thread_lines")
+        if sampled is None or not (self._verbose or thread_ms(self._document) is not None):
+            return
+        when = "while the device idled" if sampled["of"] == "idle" else "in a step"
+        yield _heading(f"lines that held the training thread {when} · {sampled['samples']:,} samples")
+        yield _lines_table(sampled["lines"][: None if self._verbose else _FEW_LINES], wide=wide)
+
+
+def _lines_table(lines: Sequence[Mapping[str, Any]], *, wide: bool) -> RenderableType:
+    table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="dim")
+    for title in ("ms a step", "share"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for title in ("line", *(("most often within",) if wide else ())):
+        table.add_column(title, ratio=1)
+    for line in lines:
+        names = [place(line), *([place(line["within"])] if wide else [])]
+        names = list(dict.fromkeys(names))  # a line that called nothing is named once
+        table.add_row(*map(Text, (number(line["ms_per_step"]), percent(line["share"]), *names)))
+    return table
 
 
 def _table_sources(document: Document) -> str:

@@ -35,8 +35,8 @@ _WAITS = {
     "data": "the next batch",
 }
 _COMPUTE = "What is left is compute: a lower precision, torch.compile or a faster device shortens it."
-_IDLE_FOR_LAUNCHES = 0.5
-"""Share of the time, stall left out, in which a device has nothing to run: from here on its speed bounds no step."""
+_LEAST_SAMPLES = 20
+"""Of the training thread's frames, for a verdict."""
 _LAUNCHING = ("forward", "backward", "optimizer")
 _FEWER_LAUNCHES = (
     "More tokens a step or torch.compile help against that; a faster device or a lower precision does not."
@@ -64,24 +64,27 @@ _ZENFLOW = "Raise ZenFlow's update_interval or topk_ratio: the host then has les
 def plain_verdict(document: Document) -> list[str]:
     """Sentences, the most important first; the document's own "verdict" is not read."""
     stall, phases = document["stall"], document["phases_ms"]
-    if stall is not None and stall["fraction"] >= _SMALL_STALL and stall["by_cause"]:
+    held = thread_ms(document) is not None
+    stalled = stall is not None and stall["fraction"] >= _SMALL_STALL and bool(stall["by_cause"])
+    if stalled and not held:
         return [_stalled(document, stall), _advice(_longest(stall["by_cause"]), document)]
-    sentences = []
+    sentences = [f"What bounds the step is the training thread. {_held(document)}"] if held else []
     known = {name: value for name, value in (phases or {}).items() if value is not None}
-    if stall is not None:
+    if stalled:
+        sentences.append(_stalled(document, stall))
+    elif stall is not None:
         whole = "" if "data" in known else " for what is known"
         waits = f"{ms(stall['ms_per_step'])} a step ({percent(stall['fraction'])})"
-        sentences.append(f"The device hardly waits{whole}: {waits}.")
+        sentences.append(f"{'Beyond that the' if held else 'The'} device hardly waits{whole}: {waits}.")
     if not known:
         return [*sentences, "What a step consists of was not recorded."]
     first = _longest(known)
     sentences.append(
         f"{_share(known[first], document)} of a step is {_of_step(_PLAIN_WORK, first, known[first], document)}."
     )
-    launched = idle_for_launches(document) is not None
     advice = _advice(first, document)
-    sentences += [] if launched and advice == _COMPUTE else [advice]
-    sentences += [f"{_launches(document)} {_FEWER_LAUNCHES}"] if launched else []
+    sentences += [] if held and advice == _COMPUTE else [advice]
+    sentences += [_FEWER_LAUNCHES] if held and first in _LAUNCHING else []
     more = [name for name in ("data", "optimizer", "other") if name != first and name in known]
     for name in sorted(more, key=lambda name: -known[name]):
         if known[name] >= _NOTABLE * document["step_ms"]["mean"]:
@@ -148,10 +151,25 @@ def _advice_on_compute(name: str, document: Document) -> str:
     return _NO_LOADER if name == "forward" and document["phases_ms"]["data"] is None else _COMPUTE
 
 
-def idle_for_launches(document: Document) -> float | None:
-    """Share of the time in which the device ran nothing, beyond its stall; None: launches do not bound the step."""
-    busy, stall = (document["nvml"] or {}).get("utilisation_percent"), document["stall"]
-    if busy is None or stall is None or document["rig"] is not None or stall["fraction"] >= _SMALL_STALL:
+def thread_ms(document: Document) -> float | None:
+    """Time of a step in which the training thread leaves the device idle: its idle time less the events' stall.
+
+    Returns:
+        None if it is not known, or not the largest part of a step.
+    """
+    stall = document["stall"]
+    held = None if stall is None else _idle_beyond(stall["ms_per_step"], document)
+    if held is None:
+        return None
+    busy = document["step_ms"]["mean"] - held - stall["ms_per_step"]
+    return held if held >= max(busy, *stall["by_cause"].values(), 0.0) else None
+
+
+def _idle_beyond(stall_ms: float, document: Document) -> float | None:
+    if idle_lines(document) is not None:
+        return float(document["thread_lines"]["ms_per_step"])
+    busy = (document["nvml"] or {}).get("utilisation_percent")
+    if busy is None or document["rig"] is not None:
         return None
     phases = {name: value for name, value in (document["phases_ms"] or {}).items() if value is not None}
     if not phases or _longest(phases) not in _LAUNCHING:
@@ -159,8 +177,32 @@ def idle_for_launches(document: Document) -> float | None:
     seen = document.get("idle")
     if seen is not None and seen["by_cause"]["launch"] < seen["ms_per_step"] / 2:  # torch.profiler knows another cause
         return None
-    idle = 1 - float(busy) / 100 - float(stall["fraction"])
-    return idle if idle >= _IDLE_FOR_LAUNCHES else None
+    return float(document["step_ms"]["mean"] * (1 - busy / 100) - stall_ms)
+
+
+def idle_lines(document: Document) -> list[dict[str, Any]] | None:
+    """The lines that held the training thread while the device idled; None if not known from enough samples."""
+    sampled = document.get("thread_lines")
+    if sampled is None or sampled["of"] != "idle" or sampled["samples"] < _LEAST_SAMPLES:
+        return None
+    lines: list[dict[str, Any]] = sampled["lines"]
+    return lines
+
+
+def place(line: Mapping[str, Any]) -> str:
+    """A line of Python, with its function."""
+    return f"{line['file']}:{line['line']} ({line['function'].replace('<locals>.', '')})"
+
+
+def _held(document: Document) -> str:
+    """How long the training thread leaves the device idle, and where."""
+    lines, held, mean = idle_lines(document), thread_ms(document) or 0.0, document["step_ms"]["mean"]
+    if not lines:
+        return _launches(document)
+    return (
+        f"It leaves the device idle for {ms(held)} of {ms(mean)} a step ({percent(held / mean)}), "
+        f"{ms(lines[0]['ms_per_step'])} of that in {place(lines[0])}."
+    )
 
 
 def _launches(document: Document) -> str:
@@ -216,7 +258,7 @@ def _disagreement(document: Document) -> str | None:
     if stall is None or busy is None or document["rig"] is not None:
         return None
     idle, stalled = 1 - busy / 100, stall["fraction"]
-    if round(100 * abs(idle - stalled), 6) <= DISAGREEMENT_POINTS or idle_for_launches(document) is not None:
+    if round(100 * abs(idle - stalled), 6) <= DISAGREEMENT_POINTS or thread_ms(document) is not None:
         return None  # within reach of each other, or told as what bounds the step
     profiled = document.get("idle")
     of_launches = "" if profiled is None else f" ({ms(profiled['by_cause']['launch'])} a step by torch.profiler)"
@@ -393,6 +435,8 @@ def _bottleneck(document: Document, *, advise: bool) -> list[str]:
         return [f"Offloading hardly stalls the device: it waits {waits}.", _bound(document)]
     cause, waited = max(stall["by_cause"].items(), key=lambda item: item[1])
     sentence = f"The device waits {waits}, {percent(waited / stall['ms_per_step'])} of it for {_OWN_WAITS[cause]}."
+    if thread_ms(document) is not None:
+        return [_bound(document), sentence]
     return [sentence, _ADVICE[cause](document)] if advise else [sentence]
 
 
@@ -400,10 +444,10 @@ def _bound(document: Document) -> str:
     phases = {name: value for name, value in (document["phases_ms"] or {}).items() if value is not None}
     if not phases:
         return "What bounds the step was not measured."
-    if idle_for_launches(document) is not None:
+    if thread_ms(document) is not None:
         resident = (document["baselines"] or {}).get("no_offload")
         step = "" if resident is None else f", {ms(resident['step_ms']['mean'])} a step without offloading"
-        whole = f"What bounds the step now is the training thread{step}. {_launches(document)}"
+        whole = f"What bounds the step now is the training thread{step}. {_held(document)}"
         calls = "Offloading makes such calls for each weight. " if document["knobs"]["offload_ratio"] else ""
         return f"{whole} {calls}{_FEWER_LAUNCHES}"
     name, value = max(phases.items(), key=lambda item: item[1])

@@ -382,10 +382,12 @@ def _measured(main: Rank, missing: dict[str, str]) -> dict[str, Any]:
         "phases_ms": _phases(main),
         "stall": stall,
         "idle": None,
+        "thread_lines": derive.thread_lines(main.lines, step_ms["mean"]),
         "hidden_ms_per_step": hidden,
         "waits_ms": derive.mean_of([step["waits_ms"] for step in main.steps]),
         "overhead_fraction": sum(step.get("overhead_ms", 0.0) for step in main.steps)
-        / sum(step["step_ms"] for step in main.steps),
+        / sum(step["step_ms"] for step in main.steps)
+        + (main.lines or {}).get("cost", 0.0),
     }
 
 
@@ -471,6 +473,8 @@ def _explain(document: dict[str, Any], ranks: Sequence[Rank]) -> None:
         "practicality": _NOT_SWITCHED,
         "baselines": _NOT_SWITCHED,
     }
+    if document["thread_lines"] is None:
+        missing["thread_lines"] = _NOT_RECORDED if document["rig"] is None else derive.SIMULATED_THREAD
     if any(step["stall_ms"] is None for step in main.steps):
         missing["per_step.stall_ms"] = missing.get("stall", _NOT_RECORDED)
     if any(step["loss"] is None for step in document["per_step"]):
@@ -500,6 +504,7 @@ def _sources(document: Mapping[str, Any], main: Rank) -> dict[str, str]:
     sources = dict.fromkeys(
         ("step_ms", "throughput", "phases_ms", "stall", "hidden_ms_per_step", "ranks", "per_step", "timeline"), clock
     )
+    sources["thread_lines"] = "sampled frames"
     sources |= {"waits_ms": "wall clock", "overhead_fraction": "wall clock", "host": "wall clock", "roofs": clock}
     sources |= dict.fromkeys(("link", "selection", "staleness", "movement"), "count")
     sources["loss"] = next((step["loss_source"] for step in main.steps if step.get("loss_source")), "backward")

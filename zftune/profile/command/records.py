@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zftune.frames import MAX_LINES
 from zftune.profile.schema import CAUSES, PHASES
 
 Row = dict[str, Any]
@@ -38,6 +39,8 @@ class Rank:
     """Measured ones only, in order."""
     seen: int = 0
     missing: dict[str, str] = field(default_factory=dict)
+    lines: Row | None = None
+    """What a `FrameSampler` saw."""
     end: str | None = None
     """"measured", "exit" or "failed"; None where the process was killed."""
     error: str | None = None
@@ -133,6 +136,8 @@ def _take(rank: Rank, row: Row) -> bool:
                 rank.steps.append(row)
             else:
                 rank.seen += 1
+        case "lines" if _is_lines(row):
+            rank.lines = row
         case "missing" if _DOTTED.fullmatch(str(row.get("field"))) and _is_text(row.get("reason")):
             rank.missing[row["field"]] = row["reason"]
         case "end" if _is_text(row.get("reason")):
@@ -140,7 +145,7 @@ def _take(rank: Rank, row: Row) -> bool:
             rank.error = row["error"] if _is_text(row.get("error")) else None
         case "restart" if _is_device(row):  # another training took over: nothing of the one before is of this profile
             rank.header |= {name: row[name] for name in _DEVICE if name in row}
-            rank.model, rank.missing, rank.seen = {}, {}, 0
+            rank.model, rank.missing, rank.seen, rank.lines = {}, {}, 0, None
             rank.steps.clear()
         case "header":  # the process replaced itself by another (exec) and began again
             rank.unreadable += 1
@@ -191,6 +196,25 @@ def _is_step(row: Row) -> bool:
     sources = row.get("loss_source") in (None, "backward", "log_loss")
     more = spans and hidden and tokens and loss and sources and isinstance(row.get("measured"), bool)
     return times and figures and tables and stall and more
+
+
+def _is_lines(row: Row) -> bool:
+    known = row.get("of") in ("idle", "step") and _is_natural(row.get("samples"))
+    shares = all(_is_share(row.get(name)) for name in ("fraction", "cost"))
+    lines = row.get("lines")
+    return known and shares and isinstance(lines, list) and len(lines) <= MAX_LINES and all(map(_is_line, lines))
+
+
+def _is_line(value: Any) -> bool:
+    held = isinstance(value, dict) and _is_share(value.get("share")) and isinstance(value.get("within"), dict)
+    return held and all(
+        _is_text(one.get("file")) and _is_text(one.get("function")) and _is_natural(one.get("line"))
+        for one in (value, value["within"])
+    )
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
 
 
 def _is_span(value: Any) -> bool:

@@ -31,6 +31,7 @@ SOURCED = (
     "phases_ms",
     "stall",
     "idle",
+    "thread_lines",
     "hidden_ms_per_step",
     "waits_ms",
     "link",

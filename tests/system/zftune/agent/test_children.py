@@ -90,6 +90,33 @@ def test_the_training_is_what_it_is_without_us(tmp_path: Path) -> None:
     assert alone.said["checksum"] == recorded.said["checksum"]
 
 
+BURNING = """
+    def burn(count):
+        total = 0
+        for number in range(count): total += number  # the line
+        return total
+
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for (ids,) in loader(8):
+        optimizer.zero_grad()
+        burn(3_000_000)
+        loss_of(model, ids).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.smoke
+def test_the_line_that_holds_the_thread_is_named(tmp_path: Path) -> None:
+    lines = train(tmp_path, BURNING).only("lines")
+    assert lines["of"] == "step"
+    first, text = lines["lines"][0], (tmp_path / "train.py").read_text().splitlines()
+    assert (first["file"], first["function"]) == ("train.py", "burn")
+    assert text[first["line"] - 1].endswith("# the line")
+    assert first["share"] > 0.5
+    assert first["within"] == {name: first[name] for name in ("file", "line", "function")}
+
+
 SLEEPY = """
         class Slow(TensorDataset):
             def __getitem__(self, index):

@@ -8,6 +8,7 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import CpuDevice
 from zftune.agent import arming
 from zftune.agent.facts import Facts
-from zftune.agent.hooks import hook_torch
+from zftune.agent.hooks import _capture, hook_torch
 from zftune.agent.recorder import DeviceEvents, StreamBackend, WallClock
 from zftune.agent.records import Settings
 from zftune.agent.session import Patches, Session
 from zftune.agent.systems import deepspeed, runtime
+from zftune.frames import FrameSampler
 from zftune.profile.command.document import runtime_of
 from zftune.profile.command.records import read_records
 
@@ -352,6 +354,71 @@ def test_a_failure_is_written_once_and_switches_off(tmp_path: Path) -> None:
     assert session.off
     (end,) = [line for line in lines_of(tmp_path) if line["kind"] == "end"]
     assert end["error"].startswith("ValueError: two lines (test_session.py:")
+
+
+class Sampler(FrameSampler):
+    """Notes when it samples, in place of doing so."""
+
+    def __init__(self, may_not_ask: Callable[[], bool], log: list[str]) -> None:
+        super().__init__(None)
+        self.may_not_ask, self.log = may_not_ask, log
+
+    def start(self) -> None:
+        self.log.append("start")
+
+    def stop(self) -> None:
+        self.log.append("stop")
+
+    def document(self) -> dict[str, Any]:
+        return {"of": "step", "samples": 3}
+
+
+def test_frames_are_sampled_in_the_measured_steps(tmp_path: Path) -> None:
+    log: list[str] = []
+    made: list[Sampler] = []
+
+    def sampler_for(_backend: StreamBackend, may_not_ask: Callable[[], bool]) -> Sampler:
+        made.append(Sampler(may_not_ask, log))
+        return made[-1]
+
+    session = Session(
+        Settings(tmp_path, 2, 3), Facts(), lambda _: WallClock(), lambda _of: None, sampler_for=sampler_for
+    )
+    optimizer = optimizer_of(nn.Linear(1, 1))
+    seen = []
+    for _ in range(8):
+        step(session, optimizer)
+        seen.append(list(log))
+    begins = seen.index(["start"])
+    assert begins == 1  # between the last warm-up step's end and the first measured one's beginning
+    assert seen[begins + 3][:2] == ["start", "stop"]
+    assert len(made) == 1
+    (lines,) = [line for line in lines_of(tmp_path) if line["kind"] == "lines"]
+    assert lines["samples"] == 3
+
+
+def test_the_device_is_not_asked_in_waits_and_while_a_graph_is_captured(tmp_path: Path) -> None:
+    made: list[Sampler] = []
+
+    def sampler_for(_backend: StreamBackend, may_not_ask: Callable[[], bool]) -> Sampler:
+        made.append(Sampler(may_not_ask, []))
+        return made[-1]
+
+    session = Session(
+        Settings(tmp_path, 1, 3), Facts(), lambda _: WallClock(), lambda _of: None, sampler_for=sampler_for
+    )
+    optimizer = optimizer_of(nn.Linear(1, 1))
+    for _ in range(2):
+        step(session, optimizer)
+    (sampler,) = made
+    graph = types.SimpleNamespace(begin=sampler.may_not_ask, end=sampler.may_not_ask)
+    begin, end = (_capture(session, change, call) for change, call in ((1, graph.begin), (-1, graph.end)))
+    asked = [sampler.may_not_ask(), begin(), sampler.may_not_ask(), end(), sampler.may_not_ask()]
+    assert asked == [False, True, True, True, False]
+    assert session.wait_begins(session.clock_ns(), "comm")
+    assert sampler.may_not_ask()
+    session.wait_ends(session.clock_ns())
+    assert not sampler.may_not_ask()
 
 
 def test_patches_put_back_what_was_there() -> None:

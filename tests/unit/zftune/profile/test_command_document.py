@@ -78,6 +78,20 @@ def test_what_an_agent_knows_least(sampling: Sampling) -> None:
         assert document["missing"][name]
 
 
+def test_the_lines_that_held_the_thread(sampling: Sampling) -> None:
+    one = rank()
+    place = {"file": "train.py", "line": 3, "function": "main"}
+    lines = [{**place, "share": 0.75, "within": place}]
+    one.lines = {"of": "step", "samples": 9, "fraction": 0.8, "cost": 0.002, "lines": lines}
+    document = build(one, sampling=sampling)
+    found = document["thread_lines"]
+    assert (found["of"], found["samples"], found["ms_per_step"]) == ("step", 9, 8.0)
+    assert found["lines"] == [{**place, "share": 0.75, "ms_per_step": pytest.approx(6.0), "within": place}]
+    assert document["overhead_fraction"] == pytest.approx(0.01 + 0.002)
+    assert document["sources"]["thread_lines"] == "sampled frames"
+    assert "thread_lines" in build(rank(), sampling=sampling)["missing"]
+
+
 def test_the_timeline_has_four_steps(sampling: Sampling) -> None:
     timeline = build(rank(), sampling=sampling)["timeline"]
     assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (6, 4, 40.0)

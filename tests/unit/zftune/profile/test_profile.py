@@ -149,6 +149,9 @@ def test_in_real_time_the_rig_says_how_close_it_came(monkeypatch: pytest.MonkeyP
     assert (rig["clock"], rig["segments"]) == ("real", 2 * 4)
     assert rig["slack"]["min_ms"] <= rig["slack"]["p50_ms"]
     assert "of its padding" in render_text(document)
+    held = document["thread_lines"]
+    assert held["of"] == "idle"
+    assert held["ms_per_step"] <= document["step_ms"]["mean"]
     assert document["system"]["cpu_percent"] > 0
     assert document["system"]["samples"] >= 1
     span_ms = document["per_step"][-1]["begin_ms"] + document["per_step"][-1]["step_ms"]
@@ -173,7 +176,7 @@ def test_figures_have_sources_and_gaps_have_reasons(document: Document, alone: D
     assert document["sources"]["link"] == "count"
     assert "memory.device_peak_bytes" not in document["sources"]
     sampled = {"nvml", "system", "series.nvml", "series.system"}
-    others = {"idle", "overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
+    others = {"idle", "thread_lines", "overhead_fraction", "waits_ms", "memory.device_peak_bytes", "selection.churn"}
     assert set(document["missing"]) == sampled | others
     assert "rig mini" in render_text(document)
     assert set(alone["missing"]) >= {"baselines", "practicality"}

@@ -68,6 +68,31 @@ def test_what_is_no_step_is_counted_and_left_out(tmp_path: Path, change: Row) ->
     assert (len(rank.steps), rank.unreadable) == (1, 1)
 
 
+PLACE: Row = {"file": "train.py", "line": 3, "function": "main"}
+LINES: Row = {
+    "kind": "lines", "of": "idle", "samples": 40, "fraction": 0.5, "cost": 0.001,
+    "lines": [{**PLACE, "share": 1.0, "within": PLACE}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "is_read"),
+    [
+        ({}, True), ({"lines": []}, True), ({"of": "night"}, False), ({"samples": -1}, False), ({"fraction": 2}, False),
+        ({"cost": None}, False), ({"lines": [PLACE]}, False), ({"lines": LINES["lines"] * 21}, False),
+        ({"lines": [{**LINES["lines"][0], "line": "3"}]}, False), ({"lines": None}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_lines_of_the_thread_are_read_if_they_are_whole(tmp_path: Path, change: Row, is_read: bool) -> None:
+    rank = read(tmp_path, HEADER, STEP, {**LINES, **change})
+    assert (rank.lines is not None, rank.unreadable) == (is_read, not is_read)
+
+
+def test_another_training_has_lines_of_its_own(tmp_path: Path) -> None:
+    assert read(tmp_path, HEADER, LINES, {"kind": "restart"}, STEP).lines is None
+
+
 def test_not_a_number_is_left_out(tmp_path: Path) -> None:
     rank = read(tmp_path, HEADER, json.dumps({**STEP, "step_ms": float("nan")}) + "\n")
     assert (len(rank.steps), rank.unreadable) == (0, 1)
