@@ -69,7 +69,7 @@ class TorchCalls(TorchDispatchMode):
     """
 
     def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
