@@ -136,9 +136,9 @@ sanitize-address sanitize-thread: sanitize-%: setup
 	$(BIN)/python -c 'import os; from zenflow import _native as n; assert n.__file__ == os.environ["SANITIZED_NATIVE_FILE"]'; \
 	$(BIN)/python -m pytest -p no:cacheprovider --capture=sys --timeout 900 -o faulthandler_timeout=0 $(SANITIZED_TESTS)
 
-bench: setup  ## the host's memory bandwidth, and what the training thread pays for a weight
+bench: setup  ## the host's memory bandwidth over thread counts and update intervals; the training thread's time a weight
 	$(BIN)/python studies/007-host-bandwidth/run.py --again
-	$(BIN)/python studies/027-training-thread/run.py --again
+	$(BIN)/python studies/027-training-thread/run.py --quick --again
 
 studies-quick: setup  ## every study in its short form
 	failed=""; for study in $(STUDIES); do \

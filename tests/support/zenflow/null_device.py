@@ -1,42 +1,56 @@
-"""A device whose kernels do nothing and whose copies are of tiny tensors: the training thread's own work is left.
+"""A device whose kernels do nothing: what a step takes there is the training thread's own work.
 
-Everything in Python runs as on a GPU, the wrappers of Triton's kernels too, up to the launch.
+All Python runs as on a GPU, the wrappers of Triton's kernels included, up to the launch. Memory is the host's; copies
+are made at once, of tensors that are small.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zenflow.runtime
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Arrived, Device, HostSpan, Mark, Transfer
 
-KERNELS = ("column_sums", "pack_columns", "scatter_columns", "update_columns")
-ROWS = 8
-"""Of each matrix: enough for the kernels' wrappers, little for what PyTorch does itself."""
+UPDATE_INTERVAL, SELECT_INTERVAL = 4, 16
+KINDS = ("plain", "close", "selection")
+"""Kinds of steps; "selection" is every step from a look at the selection to the close that exchanges its columns."""
+PARTS = ("forward", "backward", "step", "zero_grad")
 
 
 class NullDevice(Device):
-    """Marks are numbers, copies are made at once; all of them are counted in `calls`."""
+    """Marks are numbers that have been passed. Calls of training threads are counted, a copy up when it is joined."""
 
     has_streams = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.calls: Counter[str] = Counter()
+        self._number = 0
 
-    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    def count(self, name: str) -> None:
+        """Count a call, unless a thread of the host engine makes it."""
+        if not threading.current_thread().name.startswith("zenflow-"):
+            self.calls[name] += 1
+
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def mark(self) -> Mark:
-        self.calls["mark"] += 1
-        return self.calls["mark"]
+        self.count("marks")
+        self._number += 1
+        return self._number
 
     def asked(self) -> Mark:
         return None
@@ -50,74 +64,121 @@ class NullDevice(Device):
     def wait_for(self, mark: Mark) -> None:
         return None
 
-    def d2h(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        self.calls["d2h"] += 1
+    def d2h(self, source: Tensor, target: Tensor) -> Transfer:
+        self.count("copies")
         target.copy_(source)
-        return Arrived(0, source.nbytes)
+        return Arrived(self._number, source.nbytes)
 
-    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
-        self.calls["h2d"] += 1
-        return Arrived(0, source.nbytes), source.clone()
+    def h2d(self, source: Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, Tensor]:
+        with _disable_current_modes():  # which thread calls this depends on timing
+            return Arrived(self._number, source.nbytes), source.clone()
 
-    def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls["send"] += 1
+    def send(self, tensor: Tensor) -> Tensor:
+        self.count("copies")
         return tensor.clone()
 
-    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
-        return None
+    def join(self, transfer: Transfer, tensor: Tensor) -> None:
+        self.count("copies")
 
 
-class _NoKernel:
-    """A kernel that is counted instead of launched; importance is made up, so that each selection is another one."""
+class NullKernel:
+    """Stands for one kernel of Triton; `sums` (energies by column) are made up where a selection may look at them."""
 
-    def __init__(self, name: str, device: NullDevice, generator: torch.Generator) -> None:
-        self._name = name
+    def __init__(self, device: NullDevice, sums: SumsOf | None) -> None:
         self._device = device
-        self._generator = generator
+        self._sums = sums
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return self._launch
 
-    def _launch(self, *arguments: Any, **constants: Any) -> None:
-        self._device.calls[f"launch {self._name}"] += 1
-        if self._name == "column_sums":
-            arguments[1].uniform_(generator=self._generator)
+    def _launch(self, *args: Any, **constants: Any) -> None:
+        self._device.count("launches")
+        if self._sums is not None:
+            self._sums.write(args[1])
+
+
+class SumsOf:
+    """Random sums for kernels, by NumPy, so that no operation of torch is counted."""
+
+    def __init__(self) -> None:
+        self.wanted = True
+        self._random = np.random.default_rng(0)
+
+    def write(self, sums: Tensor) -> None:
+        """Write other sums than the last ones, if they are wanted."""
+        if self.wanted:
+            sums.numpy()[...] = self._random.random(tuple(sums.shape), dtype=np.float32)
 
 
 @contextmanager
-def null_kernels(device: NullDevice, seed: int = 0) -> Iterator[None]:
-    """Have optimizers that are made within use Triton's kernels, and none of these launched."""
-    from zenflow.kernels import triton_kernels  # not before: Triton reads TRITON_INTERPRET when it is imported
+def null_kernels(device: NullDevice) -> Iterator[SumsOf]:
+    """Replace every kernel of Triton, and let optimizers on the CPU launch them."""
+    from zenflow.kernels import triton_kernels
     from zenflow.kernels.triton_launch import TritonKernels
 
-    generator = torch.Generator("cpu").manual_seed(seed)
+    sums = SumsOf()
+    kernels = {"column_sums": sums, "pack_columns": None, "scatter_columns": None, "update_columns": None}
     with ExitStack() as replaced:
         replaced.enter_context(mock.patch.object(zenflow.runtime, "kernels_for", return_value=TritonKernels()))
-        for name in KERNELS:
-            replaced.enter_context(mock.patch.object(triton_kernels, name, _NoKernel(name, device, generator)))
-        yield
+        for name, written in kernels.items():
+            replaced.enter_context(mock.patch.object(triton_kernels, name, NullKernel(device, written)))
+        yield sums
 
 
-class _Piece(nn.Module):
-    """One weight that is used without a matrix product, which would hide the rest."""
+class Piece(nn.Module):
+    """A weight whose gradient costs next to nothing."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape, device="cpu").bfloat16() * 0.02)
+        self.weight = nn.Parameter((torch.randn(shape) * 0.02).bfloat16())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add its sum."""
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.weight.sum()
 
 
-def model_of(matrices: int, vectors: int, columns: int) -> nn.Module:
-    """A model in bf16 whose own forward and backward take the thread little time.
-
-    Args:
-        matrices: of `ROWS` x `columns`.
-        vectors: of `columns` elements.
-        columns: of each.
-    """
+def pieces(matrices: int, vectors: int, rows: int = 8, columns: int = 2048) -> nn.Sequential:
+    """A model of matrices and vectors, the same each time."""
     torch.manual_seed(0)
-    pieces = [_Piece(ROWS, columns) for _ in range(matrices)] + [_Piece(columns) for _ in range(vectors)]
-    return nn.Sequential(*pieces)
+    return nn.Sequential(*(Piece(rows, columns) for _ in range(matrices)), *(Piece(columns) for _ in range(vectors)))
+
+
+def optimizer_of(model: nn.Module, device: NullDevice, *, select_interval: int = SELECT_INTERVAL) -> ZenFlowAdamW:
+    """The setting whose costs are known: 5% of the columns selected, windows of four steps."""
+    config = ZenFlowConfig(
+        topk_ratio=0.05, update_interval=UPDATE_INTERVAL, select_interval=select_interval, host_threads=1
+    )
+    return ZenFlowAdamW(model.parameters(), lr=1e-5, config=config, module=model, device=device)
+
+
+def kind_of(step: int, *, select_interval: int = SELECT_INTERVAL) -> str:
+    """The kind of a step, counted from 1."""
+    if step % select_interval <= UPDATE_INTERVAL:
+        return "selection"
+    return "plain" if step % UPDATE_INTERVAL else "close"
+
+
+Watch = Callable[[str, Callable[[], Any]], None]
+"""Runs a part of a step, and measures it."""
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, watch: Watch) -> None:
+    """One step on the CPU's own thread, its parts watched."""
+    losses: list[Tensor] = []
+    watch("forward", lambda: losses.append(model(inputs).sum()))
+    watch("backward", losses[0].backward)
+    watch("step", optimizer.step)
+    watch("zero_grad", optimizer.zero_grad)
+
+
+@contextmanager
+def autograds_thread(watch: Watch) -> Iterator[Watch]:
+    """Watch "backward" in a thread of its own, as autograd has one for a GPU."""
+    with ThreadPoolExecutor(1, "autograd") as pool:
+
+        def watched(part: str, function: Callable[[], Any]) -> None:
+            if part == "backward":
+                pool.submit(watch, part, function).result()
+            else:
+                watch(part, function)
+
+        yield watched
