@@ -258,6 +258,7 @@ class DeferredTier:
         shape = len(bucket.slots), self._rows
         nbytes = math.prod(shape) * matrix.element_size()
         self._plan_entry(bucket, nbytes)
+        device.charge_thread(buckets=1)
         self._runtime.room.make(nbytes)
         device.charge(2 * nbytes)
         if device.in_host_memory:
@@ -550,6 +551,7 @@ class DeferredTier:
             after=done,
             not_before=not_before,
         )
+        runtime.device.charge_thread(jobs=1)
         return runtime.engine.submit(job)
 
 

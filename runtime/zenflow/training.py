@@ -196,6 +196,7 @@ class Training:
             self._waits.begin_step()
         self._follow_shards()
         self.history.begin_step()
+        self._device.charge_thread(weights=len(self.model.weights))
         if self.shards is None:
             self.average_gradients(groups)
         return self.gradients.collect(self.model.weights)
