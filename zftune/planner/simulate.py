@@ -380,6 +380,7 @@ class _Pipeline:
 
     def _close(self, step: int) -> None:
         state, synchronous = self.state, not self.config.overlap_step
+        state.call(self.split.buckets * self.rates.thread.job_ms)  # the host begins when it has all jobs
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
@@ -387,23 +388,17 @@ class _Pipeline:
         told = state.down.free_at if self.network is not None and self.streams else 0.0
         inputs = [max(told, *pair) for pair in zip(arrived, self.copied, strict=True)]
         left = list(self.needed)
-        begin = state.now
-        chosen = max(begin, self.begun, told)
+        chosen = max(state.now, self.begun, told)
         in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
-        submitted = [0.0] * len(inputs)
-        for number in left:
-            state.call(self.split.pieces[number].buckets * self.rates.thread.job_ms)
-            submitted[number] = state.now
         while left:
             # The next is chosen when the one before begins, the first when the device has come to the window's close,
             # and the host knows what all of them wait for.
-            chosen = max(begin, self.begun, told, submitted[left[0]])
-            known = [at for at, number in enumerate(left) if submitted[number] <= chosen]
-            there = (at for at in known if in_order or inputs[left[at]] <= chosen)
-            number = left.pop(next(there, known[-1 if self.streams else 0]))
+            chosen = max(state.now, self.begun, told)
+            there = (at for at, number in enumerate(left) if in_order or inputs[number] <= chosen)
+            number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
             duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
-            self.begun, end = state.host.serve(max(submitted[number], inputs[number]), duration)
+            self.begun, end = state.host.serve(max(state.now, inputs[number]), duration)
             self.log.give_back(end, self.logged[number])
             self.logged[number] = []
             due = step if synchronous else step + piece.due
