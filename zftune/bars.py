@@ -31,6 +31,7 @@ CAUSE_KINDS = {
     "select": Kind("select", "╱", "S", "cyan"),
     "comm": Kind("comm", "≈", "C", "blue"),
     "data": Kind("data", "·", "L", "bright_black"),
+    "thread": Kind("thread", "+", "T", "bright_magenta"),
 }
 
 

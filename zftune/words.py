@@ -20,6 +20,7 @@ CAUSES: Mapping[str, str] = {
     "select": "selection",
     "comm": "communication",
     "data": "next batch",
+    "thread": "training thread",
 }
 """What a step waits for."""
 DECISIONS: Mapping[str, str] = {
@@ -149,6 +150,7 @@ COLOURS: Mapping[str, str] = {
     "select": "#56B4E9",
     "comm": "#1B7FC4",
     "data": "#8C8C8C",
+    "thread": "#7B61A8",
     "forward": "#5DC9A5",
     "backward": "#009E73",
     "optimizer": "#006B4E",

@@ -257,7 +257,9 @@ class DeferredTier:
         kernels, device, log = self._runtime.kernels, self._runtime.device, self._runtime.log
         shape = len(bucket.slots), self._rows
         nbytes = math.prod(shape) * matrix.element_size()
-        self._plan_entry(bucket, nbytes)
+        if nbytes > bucket.entry_bytes:
+            self._plan_entry(bucket, nbytes)
+        device.charge_thread(buckets=1)
         self._runtime.room.make(nbytes)
         device.charge(2 * nbytes)
         if device.in_host_memory:
@@ -520,7 +522,7 @@ class DeferredTier:
     def _update_bytes(self, elements: int, entries: list[LogEntry]) -> int:
         """Memory traffic of a host update: fp32 state read and written, gradients read, result written."""
         state = 8 * (1 + len(self.state.moments))
-        return elements * (state + sum(entry.pieces[0].element_size() for entry in entries) + self._dtype.itemsize)
+        return elements * (state + sum([entry.pieces[0].element_size() for entry in entries]) + self._dtype.itemsize)
 
     def _submit(
         self,
@@ -550,6 +552,7 @@ class DeferredTier:
             after=done,
             not_before=not_before,
         )
+        runtime.device.charge_thread(jobs=1)
         return runtime.engine.submit(job)
 
 

@@ -198,6 +198,9 @@ class Device(ABC):
     def charge(self, nbytes: int) -> None:  # noqa: B027 - only an emulated accelerator has to be told
         """Say that the compute stream was just given a kernel that moves `nbytes` of device memory."""
 
+    def charge_thread(self, weights: int = 0, buckets: int = 0, jobs: int = 0, launches: int = 0) -> None:  # noqa: B027 - only in simulated time
+        """Say how many weights the training thread just looked at, buckets it sent, jobs it submitted, and launches."""
+
     def meet(self, nbytes: int, ranks: int, latest: Callable[[float], float]) -> None:  # noqa: B027 - only in simulated time
         """Say that the compute stream waits for a collective of all ranks, each of which calls this.
 

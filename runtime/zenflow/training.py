@@ -194,8 +194,10 @@ class Training:
         self._device.begin_step()
         if self._waits is not None:
             self._waits.begin_step()
-        self._follow_shards()
+        if self.shards is not None:
+            self._follow_shards()
         self.history.begin_step()
+        self._device.charge_thread(weights=len(self.model.weights))
         if self.shards is None:
             self.average_gradients(groups)
         return self.gradients.collect(self.model.weights)

@@ -197,7 +197,7 @@ def run(points: Sequence[Point], results: Results, *, again: bool) -> dict[Point
             inputs = {
                 **dataclasses.asdict(point),
                 **workload,
-                "rig_values": dict(rig.values),
+                "rig_values": {**rig.values, **rig.thread},
                 "clock": "simulated",
                 "code": digest,
             }

@@ -51,6 +51,11 @@ class Slack:
     """Per segment: processor time of the training thread since the segment before, as a share of the pad."""
     worked_s: float = 0.0
     """The sum of these times."""
+    steps: int = 0
+    thread_s: float = 0.0
+    """Time that the rig's training thread takes for the calls that were counted; only in simulated time."""
+    thread_idle_s: float = 0.0
+    """Time by which the compute stream had nothing to do until such a call was over."""
 
     def add(self, worked_s: float, pad_s: float, margin_s: float | None) -> None:
         """Count one segment."""
@@ -301,6 +306,20 @@ class EmulatedAccelerator(OnHost):
     def charge(self, nbytes: int) -> None:
         if self.rig.device_gbps is not None:
             self._compute_t += nbytes / (self.rig.device_gbps * 1e9)
+
+    def charge_thread(self, weights: int = 0, buckets: int = 0, jobs: int = 0, launches: int = 0) -> None:
+        rig = self.rig
+        self.slack.steps += weights > 0  # the runtime looks at its weights once a step
+        counted = weights * rig.thread_weight_us + buckets * rig.thread_bucket_us + jobs * rig.thread_job_us
+        seconds = (counted + launches * rig.thread_launch_us) / 1e6
+        if not seconds or not self.clock.simulated:  # a real thread takes the time that it takes
+            return
+        ends = self.clock.now() + seconds
+        self.clock.sleep_until(ends)
+        idle_s = max(0.0, ends - self._queued_s() - self._compute_t)  # what is launched next begins later than that
+        self._compute_t += idle_s
+        self.slack.thread_s += seconds
+        self.slack.thread_idle_s += idle_s
 
     def meet(self, nbytes: int, ranks: int, latest: Callable[[float], float]) -> None:
         if not self.clock.simulated:

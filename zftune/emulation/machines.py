@@ -58,7 +58,8 @@ def _folder() -> Traversable:
 def rig_document(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[str, Any]:
     """The emulated accelerator, what the real work took, and in real time how far it stayed ahead of its pads.
 
-    `slacks` are those of all runs, `attempts` the times that a run was measured until it was accepted.
+    `slacks` are those of all runs, the profiled one first, `attempts` the times that a run was measured until it was
+    accepted.
     """
     margins_ms = [1e3 * margin for slack in slacks for margin in slack.margins_s]
     in_real_time = (
@@ -70,8 +71,11 @@ def rig_document(rig: Rig, slacks: Sequence[Slack], *, attempts: int) -> dict[st
         if margins_ms
         else None
     )
+    profiled = slacks[0]
     return {
         **dataclasses.asdict(rig),
+        "thread_busy_ms": 1e3 * profiled.thread_s / max(1, profiled.steps),
+        "thread_idle_ms": 1e3 * profiled.thread_idle_s / max(1, profiled.steps),
         "segments": sum(slack.segments for slack in slacks),
         "late_segments": sum(slack.late for slack in slacks),
         "attempts": attempts,

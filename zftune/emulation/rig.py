@@ -14,6 +14,10 @@ A table `[effects]` may add what rates do not tell, each of it optional:
     slow_core        speed of the slowest of the host's cores, of the others' (1: none is slow); all wait for it
     link_contention  share by which the host is slower while the link moves data (0: not at all)
     link_noise       standard deviation of the logarithm of a copy's time (0: all copies take theirs)
+
+A table `[thread]` gives the training thread's time, each entry optional and in microseconds: `weight_us` for each
+weight that a step looks at, `bucket_us` for each bucket of gradients that is sent, `job_us` for each host job that is
+submitted, `launch_us` for each kernel launch that is counted by itself. Without the table the thread takes no time.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from zenflow.errors import ConfigError
 _RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
 _COMM = ("comm_gbps", "network_gbps", "comm_latency_us")
 _EFFECTS = {"slow_core": (0.0, 1.0), "link_contention": (0.0, 10.0), "link_noise": (0.0, 2.0)}  # above, at most
+_THREAD = ("weight_us", "bucket_us", "job_us", "launch_us")
 _TIMELINE = ("forward_ms", "backward_ms", "d2h_ms", "host_ms", "h2d_ms", "scale")
 # Bytes that a timeline's times stand for, per element: a 2-byte gradient or weight, and one AdamW update on a
 # host (or a device) with 2-byte gradient and result.
@@ -60,6 +65,13 @@ class Rig:
     """What a rank sends to those that have the same rows (HSDP), which are on other machines; None: as `comm_gbps`."""
     comm_latency_us: float = 0.0
     """Of a collective."""
+    thread_weight_us: float = 0.0
+    """Of the training thread, for a weight that a step looks at."""
+    thread_bucket_us: float = 0.0
+    """For a bucket of gradients that is sent: launch, copy and event."""
+    thread_job_us: float = 0.0
+    """For a host job that is submitted."""
+    thread_launch_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ class RigSpec:
     table: str
     values: Mapping[str, float]
     effects: Mapping[str, float] = field(default_factory=dict)
+    thread: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> RigSpec:
@@ -92,10 +105,10 @@ class RigSpec:
         tables = [name for name in ("rates", "timeline") if isinstance(document.get(name), dict)]
         if len(tables) != 1:
             raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline]; it must have one")
-        unknown = set(document) - {"name", "source", "effects", *tables}
+        unknown = set(document) - {"name", "source", "effects", "thread", *tables}
         if unknown or not isinstance(document.get("name"), str):
             what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
-            raise ConfigError(f"rig '{path}' has {what}; it may have name, source, one table and [effects]")
+            raise ConfigError(f"rig '{path}' has {what}; it may have name, source, one table, [effects] and [thread]")
         required = _RATES if tables[0] == "rates" else _TIMELINE
         optional = _COMM if tables[0] == "rates" else ("device_ms",)
         table = document[tables[0]]
@@ -109,7 +122,8 @@ class RigSpec:
                     f"it must be a number > 0, as must {', '.join(required + optional)}"
                 )
         effects = _effects(document.get("effects", {}), path)
-        return cls(document["name"], str(document.get("source", "")), tables[0], table, effects)
+        thread = _thread(document.get("thread", {}), path)
+        return cls(document["name"], str(document.get("source", "")), tables[0], table, effects, thread)
 
     def for_elements(self, elements: int) -> Rig:
         """The rig for a workload; `elements` are those that the timeline's times stand for: those that can be
@@ -118,7 +132,7 @@ class RigSpec:
         values = self.values
         if self.table == "rates":
             rates = {key: float(values[key]) for key in _RATES + _COMM if key in values}
-            return Rig(self.name, self.source, scale=1.0, **rates, **self.effects)
+            return Rig(self.name, self.source, scale=1.0, **rates, **self.effects, **self.thread)
         scale = values["scale"]
 
         def gbps(bytes_per_element: int, milliseconds: float) -> float:
@@ -136,6 +150,7 @@ class RigSpec:
             device_gbps=None if device_ms is None else gbps(_UPDATE_BYTES, device_ms),
             scale=scale,
             **self.effects,
+            **{key: us * scale for key, us in self.thread.items()},
         )
 
 
@@ -151,6 +166,17 @@ def _effects(table: Any, path: Path) -> Mapping[str, float]:
                 f"rig '{path}' has effects.{key} = {value!r}; it must be above {above:g} and at most {most:g}"
             )
     return {key: float(value) for key, value in table.items()}
+
+
+def _thread(table: Any, path: Path) -> Mapping[str, float]:
+    if not isinstance(table, dict):
+        raise ConfigError(f"rig '{path}' has thread = {table!r}; it must be a table")
+    for key, value in table.items():
+        if key not in _THREAD:
+            raise ConfigError(f"rig '{path}' has thread.{key}; it may have {', '.join(_THREAD)}")
+        if not _is_number(value) or not 0 <= value <= sys.float_info.max:
+            raise ConfigError(f"rig '{path}' has thread.{key} = {value!r}; it must be a number >= 0")
+    return {f"thread_{key}": float(value) for key, value in table.items()}
 
 
 def _is_number(value: object) -> bool:

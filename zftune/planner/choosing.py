@@ -84,7 +84,6 @@ def choose(
     memory_headroom: float = HEADROOM,
     rates: Rates | None = None,
     base: ZenFlowConfig | None = None,
-    calls_ms: float = 0.0,
 ) -> list[Choice]:
     """The settings that fit, best first: those within 2% of the fastest by least mean staleness, then least device
     memory, then least host memory; after them the slower ones by step time.
@@ -102,7 +101,6 @@ def choose(
         memory_headroom: share of device and host memory that stays free.
         rates: other ones than those that follow from machine and job.
         base: of a run that trains: of its knobs only those that set what is late change. None: all may.
-        calls_ms: that a step takes at the least where something is offloaded, which no prediction has in it.
 
     Returns:
         Empty where nothing fits.
@@ -124,11 +122,11 @@ def choose(
     found += search.look(sorted(whole, key=lambda one: (one.staleness, one.device_bytes)), _SECOND_LOOK)
     # What is first may itself be 2% slower than the fastest; see `ranked`.
     found += search.look([one for one in candidates if not one.config.offload_ratio], _SECOND_LOOK)
-    return ranked(found, calls_ms)
+    return ranked(found)
 
 
-def ranked(found: Sequence[Choice], calls_ms: float = 0.0) -> list[Choice]:
-    """Settings in the order of preference, where offloading takes `calls_ms` a step at the least."""
+def ranked(found: Sequence[Choice]) -> list[Choice]:
+    """Settings in the order of preference."""
     if not found:
         return []
     fastest = min(prediction.step_ms for _, prediction in found)
@@ -146,7 +144,7 @@ def ranked(found: Sequence[Choice], calls_ms: float = 0.0) -> list[Choice]:
 
     first, *others = sorted(found, key=order)
     # Who need not offload does not for 2%, though the fastest of all, which is later, may be a little more than that.
-    needed_ms = NEAR * max(first[1].step_ms, calls_ms)
+    needed_ms = NEAR * first[1].step_ms
     kept = [one for one in others if not one[0].offload_ratio and one[1].step_ms <= needed_ms]
     return [*kept, first, *(one for one in others if one not in kept)]
 

@@ -99,6 +99,8 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
         "h2d": rates.up_ms(own) / window,
         "host": rates.host_ms(own, window) / window,
     }
+    if thread_ms := rates.thread.step_ms(split, window):
+        loads["thread"] = thread_ms
     if rates.ranks > 1:
         loads["comm"] = collective_ms(rates, split)
     s_min = least_window(rates, own, compute)

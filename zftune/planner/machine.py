@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -31,6 +32,9 @@ _TRAINING_SHARE = 0.6
 _UPDATES_A_CORE = 1.2
 """10^9 a second: what half an AVX-512 core does (study 001), so that no machine is thought too fast."""
 _COMM_SHARE = 0.7
+_LAYER_UNITS = 236.0
+"""Forward and backward of a layer on the training thread, in calls of `add_`: as in the machines that come with us."""
+_CALLS = 2000
 
 
 def machine_here() -> Machine:
@@ -51,6 +55,7 @@ def machine_here() -> Machine:
     cores = max(1, usable if quota is None else int(min(usable, quota)))
     host, threads = _host_gbps()
     free, total = torch.cuda.mem_get_info()
+    unit_us = thread_unit_us()
     used = total - free
     figures: dict[str, tuple[Any, str]] = {
         "gpus": (torch.cuda.device_count(), "the GPUs that CUDA sees"),
@@ -68,6 +73,8 @@ def machine_here() -> Machine:
         "cores": (cores, "affinity and control group"),
         "host_memory_bytes": (_host_memory(), "what this process may still allocate"),
         "comm_gbps": (_COMM_SHARE * min(down, up), "estimate: 70% of the measured link; NVLink is not measured"),
+        "thread_unit_us": (unit_us, "measured: x.add_(1) to a small CPU tensor"),
+        "thread_layer_us": (_LAYER_UNITS * unit_us, f"estimate: {_LAYER_UNITS:g} such calls"),
     }
     return Machine(
         name="here",
@@ -91,6 +98,20 @@ def _host_gbps() -> tuple[float, int]:
     except (HostEngineError, MemoryError) as error:
         raise ZftuneError(f"--hardware 'here': the host's memory could not be measured: {error}") from error
     return measured.gbps, measured.threads
+
+
+def thread_unit_us() -> float:
+    """Microseconds of a thread for `x.add_(1)` to a small CPU tensor: the median of five rounds."""
+    import torch
+
+    small = torch.zeros(16)
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        begin = time.thread_time()
+        for _ in range(_CALLS):
+            small.add_(1)
+        times.append(time.thread_time() - begin)
+    return 1e6 * statistics.median(times) / _CALLS
 
 
 def _link_gbps() -> tuple[float, float]:
@@ -135,6 +156,7 @@ def _median_ms(work: Callable[[], Any]) -> float:
 
 
 FIGURES = tuple(field.name for field in fields(Machine) if field.name not in ("name", "gpu", "source"))
+_OPTIONAL = ("thread_unit_us", "thread_layer_us")
 _WHOLE = {"gpus", "device_memory_bytes", "cores", "host_memory_bytes"}
 _COUNTED = re.compile(r"(?P<gpus>\d+)\s*[x×*]\s*(?P<name>.+)", re.IGNORECASE)
 _MOST_BYTES = 1 << 20  # of a file: a machine takes three thousand
@@ -212,6 +234,8 @@ def parse_machine(text: str, origin: str) -> Machine:
             raise BadInputError(f"--hardware '{origin}': {key} is {document.get(key)!r}; it must be a text")
     figures, source = _table(document, "figures", origin), _table(document, "source", origin)
     for key in FIGURES:
+        if key in _OPTIONAL and key not in figures:
+            continue
         _check(key, figures.get(key), origin)
         if not isinstance(source.get(key), str) or not source[key]:
             raise BadInputError(
@@ -224,7 +248,8 @@ def parse_machine(text: str, origin: str) -> Machine:
 def _table(document: Mapping[str, Any], name: str, origin: str) -> Mapping[str, Any]:
     table = document.get(name)
     if not isinstance(table, dict):
-        raise BadInputError(f"--hardware '{origin}': has no [{name}]; needed are {', '.join(FIGURES)}")
+        needed = (key for key in FIGURES if key not in _OPTIONAL)
+        raise BadInputError(f"--hardware '{origin}': has no [{name}]; needed are {', '.join(needed)}")
     unknown = set(table) - set(FIGURES)
     if unknown:
         raise BadInputError(f"--hardware '{origin}': has {name}.{min(unknown)}; figures are {', '.join(FIGURES)}")

@@ -126,7 +126,7 @@ def _key_value_width(config: Any) -> int:
     return math.ceil(hidden / heads) * few if heads and few and hidden else 0
 
 
-CAUSES = ("host", "h2d", "d2h", "comm")
+CAUSES = ("host", "h2d", "d2h", "comm", "thread")
 """What the compute stream waits for, in a prediction."""
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -298,6 +298,10 @@ class Machine:
     host_memory_bytes: int
     comm_gbps: float
     """Bytes that a GPU sends (and receives) in collectives."""
+    thread_unit_us: float | None = None
+    """Of the training thread: one `x.add_(1)` to a small CPU tensor. None: its calls take no time."""
+    thread_layer_us: float | None = None
+    """That it takes for forward and backward of a layer without offloading. None: no time."""
 
     @classmethod
     def load(cls, name_or_path: str) -> Machine:
@@ -406,7 +410,7 @@ class Prediction:
     s_min: int | None
     """Least S with T_host(S) <= S c; None: no window is long enough."""
     bound_by: str
-    """"compute", "d2h", "h2d", "host" or "comm": what has most to do in a step."""
+    """"compute", "d2h", "h2d", "host", "comm" or "thread": what has most to do in a step."""
     loads_ms: Mapping[str, float] = field(default_factory=dict)
     """Time a step that each resource needs, whatever overlaps: the closed form."""
     staleness_steps: float = 0.0

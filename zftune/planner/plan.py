@@ -219,7 +219,7 @@ def make_plan(model: ModelFacts, machine: Machine, job: Job, *, quality: Quality
         BadInputError: the machine has fewer GPUs than the job.
     """
     budget = budget_of(quality)
-    found = choose(model, machine, job, budget=budget, calls_ms=calls_ms(model))
+    found = choose(model, machine, job, budget=budget)
     baselines = {name: predict(model, machine, job, config) for name, config in BASELINES.items()}
     smallest = predict(model, machine, job, SMALLEST)
     device, host = limits(machine)
@@ -239,9 +239,9 @@ def make_plan(model: ModelFacts, machine: Machine, job: Job, *, quality: Quality
         },
         "least": _setting(SMALLEST, smallest, machine, stage),
         "verdict": [
-            *(verdict(found, baselines, machine, calls_ms(model)) if found else of_nothing(model, machine, job)),
+            *(verdict(found, baselines, machine) if found else of_nothing(model, machine, job)),
             *of_ranks(model, machine, job, found),
-            *(of_calls(model, found) if found else []),
+            *(of_thread(found[0][1]) if found else []),
             *([_next_command(found[0][0], quality)] if found else []),
         ],
         "curves": None,
@@ -272,18 +272,16 @@ def verdict(
     found: Sequence[Choice],
     baselines: dict[str, Prediction],
     machine: Machine,
-    least_ms: float = 0.0,
 ) -> list[str]:
     """What to do where something fits, in sentences; the first one is the answer.
 
-    `found` is what fits, the best first; `least_ms` is what a step takes where something is offloaded, which no
-    prediction has in it.
+    `found` is what fits, the best first.
     """
     without, zero = baselines["no_offload"], baselines["zero_offload"]
     whole = fits(without, machine)
     config, best = found[0]
     if config.offload_ratio == 0:
-        fastest = min(max(one.step_ms, least_ms if config.offload_ratio else 0.0) for config, one in found)
+        fastest = min(one.step_ms for _, one in found)
         most = max(2, math.ceil(100 * (best.step_ms / fastest - 1)))
         return [f"Do not offload: all state fits on the GPU, and no other setting is more than {most}% faster."]
     sentences = [f"{_named(config)}: {ms(best.step_ms)} a step{_bound(best)}{_stall(best)}."]
@@ -330,38 +328,13 @@ def _faster(found: Sequence[Choice]) -> list[str]:
     return [f"Choice {number} is faster, at {ms(other.step_ms)} a step: {why}."]
 
 
-CALLS_MS_PER_WEIGHT = 1.1
-"""What a step takes of the training thread for each weight matrix, which is not in a prediction.
-
-A step in which nothing else is waited for took 154 ms of forward, backward and `step()` for 142 matrices, on an NVIDIA
-H200 beside 16 virtual cores (studies/gpu).
-"""
-
-
-def calls_ms(model: ModelFacts) -> float:
-    """What a step takes at the least where something is offloaded, by the one GPU that was measured."""
-    return CALLS_MS_PER_WEIGHT * _matrices(model)
-
-
-def _matrices(model: ModelFacts) -> int:
-    return sum(len(shape) > 1 for shape in model.weights)
-
-
-def of_calls(model: ModelFacts, found: Sequence[Choice]) -> list[str]:
-    """That a step is too short for what Python does for each weight, in a sentence; nothing where it is not."""
-    least_ms, (config, best) = calls_ms(model), found[0]
-    number, other = min(enumerate((one for _, one in found[: 1 + _ALTERNATIVES]), 1), key=lambda one: one[1].step_ms)
-    calls = (
-        f"on the one GPU that was measured they took {CALLS_MS_PER_WEIGHT} ms for each weight matrix and step, "
-        f"{least_ms:,.0f} ms for the {_matrices(model)} here"
-    )
-    if config.offload_ratio == 0 and NEAR * other.step_ms < best.step_ms:
-        return [f"Choice {number} is faster in the prediction, which has no calls of Python in it: {calls}."]
-    if config.offload_ratio == 0 or best.step_ms >= least_ms:
+def of_thread(best: Prediction) -> list[str]:
+    """That the training thread bounds a step, in a sentence; nothing where it does not."""
+    if best.bound_by != "thread":
         return []
-    expect = f"Expect about as much instead of {ms(best.step_ms)}"
-    hidden = "with more tokens a step they are hidden behind backward."
-    return [f"A prediction has no calls of Python in it: {calls}. {expect}; {hidden}"]
+    thread_ms, compute_ms = ms(best.loads_ms["thread"]), ms(best.loads_ms["compute"])
+    needs = f"The training thread needs {thread_ms} a step for Python and launches, the GPU {compute_ms}"
+    return [f"{needs}: more tokens a step hide that, a faster GPU does not."]
 
 
 def of_ranks(model: ModelFacts, machine: Machine, job: Job, found: Sequence[Choice]) -> list[str]:

@@ -12,7 +12,53 @@ from zftune.planner.split import Split
 
 MOMENTS = 2
 """Of AdamW, which plans are made for."""
+WEIGHT_UNITS, BUCKET_UNITS, JOB_UNITS = 1, 17, 11
+"""What the training thread takes for a weight that a step looks at, a bucket of gradients that it sends and a host job
+that it submits, in units of one `x.add_(1)` to a small CPU tensor."""
+_FORWARD_SHARE = 0.4
+"""Of the thread's time in forward and backward without offloading: an estimate."""
 _STATE = 8 * (1 + MOMENTS)  # bytes of fp32 state that an update of an element reads and writes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thread:
+    """The training thread's time, which launches all that the GPU does. In ms."""
+
+    weight_ms: float = 0.0
+    """For a weight that a step looks at."""
+    bucket_ms: float = 0.0
+    """For a bucket of gradients that is sent."""
+    job_ms: float = 0.0
+    """For a host job that is submitted."""
+    forward_ms: float = 0.0
+    """For a forward pass without offloading."""
+    backward_ms: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelFacts, machine: Machine, job: Job) -> Thread:
+        """Of a machine; it takes no time where the machine has no figures for it."""
+        unit_ms = (machine.thread_unit_us or 0.0) / 1e3
+        passes_ms = (machine.thread_layer_us or 0.0) / 1e3 * model.layers
+        forward_ms = _FORWARD_SHARE * passes_ms
+        return cls(
+            weight_ms=WEIGHT_UNITS * unit_ms,
+            bucket_ms=BUCKET_UNITS * unit_ms,
+            job_ms=JOB_UNITS * unit_ms,
+            forward_ms=forward_ms,
+            backward_ms=passes_ms - forward_ms + job.checkpointing * forward_ms,
+        )
+
+    @classmethod
+    def of_rig(cls, rig: Rig) -> Thread:
+        """Of a rig, whose passes take the thread no time."""
+        return cls(
+            weight_ms=rig.thread_weight_us / 1e3, bucket_ms=rig.thread_bucket_us / 1e3, job_ms=rig.thread_job_us / 1e3
+        )
+
+    def step_ms(self, split: Split, window: int) -> float:
+        """Of a step, on average over a window."""
+        calls = split.weights * self.weight_ms + split.buckets * (self.bucket_ms + self.job_ms / window)
+        return self.forward_ms + self.backward_ms + calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +93,7 @@ class Rates:
     and nothing lies beside compute: FSDP2 leaves that to streams, and a processor has none.
     """
     element_bytes: int = 2
+    thread: Thread = Thread()
     link_in_host: bool = True
     """Whether the link's own traffic takes host memory bandwidth (not on a rig)."""
 
@@ -69,6 +116,7 @@ class Rates:
             reshard=job.reshard,
             keeps_whole=job.keeps_whole,
             element_bytes=model.element_bytes,
+            thread=Thread.of(model, machine, job),
         )
 
     @classmethod
@@ -98,6 +146,7 @@ class Rates:
             reshard=reshard,
             keeps_whole=keeps_whole and ranks > 1,
             element_bytes=element_bytes,
+            thread=Thread.of_rig(rig),
             link_in_host=False,
         )
 

@@ -8,6 +8,10 @@ piece whose gradients are there; it waits for the foremost of all where nothing 
 Several ranks are alike: one is followed. Its layers are units of FSDP2, gathered for forward and backward; a layer's
 gradients leave when they are reduced. Waits for late weights are not left to forward. Ranks that have whole weights
 average gradients after backward and gather weights at a step's end, in turn with all else; nothing leaves before.
+
+The training thread launches all that the device does and is ahead of it by a step at most. Its own time is spent where
+the runtime's calls are: before a layer's work, where a bucket is sent, at the beginning of `step()`, and for each host
+job at a window's close.
 """
 
 from __future__ import annotations
@@ -91,6 +95,12 @@ class _State:
         if until - queued > self.now:
             self.stall[cause] += until - queued - self.now
             self.now = until - queued
+
+    def call(self, duration: float, *, queued: float = 0.0) -> None:
+        """Spend the thread's time; what it launches next comes after that, beside the work `queued` on the device."""
+        if duration:
+            self.thread += duration
+            self.stand(self.thread - queued, "thread")
 
     def stand(self, until: float, cause: str) -> None:
         """Let the compute stream wait, and not the thread."""
@@ -215,7 +225,13 @@ class _Pipeline:
             elif stage < layers:
                 self._gather_late(self.network, stage, late)
             if stage < layers:
+                self._launch(self.rates.thread.forward_ms, self.rates.forward_ms / layers)
                 state.now += self.rates.forward_ms / layers
+
+    def _launch(self, thread_ms: float, pad: float) -> None:
+        """Launch a layer's share of a pass, which takes the device `pad` and may begin with the first launch."""
+        duration = thread_ms / self.split.layers
+        self.state.call(duration, queued=min(duration, pad))
 
     def _unit(self, piece: Piece) -> int:
         """What FSDP2 gathers a piece with."""
@@ -250,6 +266,7 @@ class _Pipeline:
             self._backward_of_units(self.network, pad)
             return
         for stage in reversed(range(self.split.layers)):
+            self._launch(self.rates.thread.backward_ms, pad)
             if stage == self.split.layers - 1:
                 self._stage(self.by_stage[self.split.layers], pad)
             self._stage(self.by_stage[stage], pad)
@@ -266,6 +283,7 @@ class _Pipeline:
                 self._need(stage)
                 if stage:
                     self._gather(network, stage - 1, ahead=1)
+            self._launch(self.rates.thread.backward_ms, pad)
             self.state.now += pad
             self._reduce(network, stage, self.by_stage[stage])
         self._reduce(network, layers, self.before_layers + self.by_stage[layers])
@@ -289,6 +307,7 @@ class _Pipeline:
     def _send(self, number: int, *, ahead: float) -> None:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
         state, (pack_ms, down_ms, nbytes, log_bytes) = self.state, self.sends[number]
+        state.call(self.split.pieces[number].buckets * self.rates.thread.bucket_ms, queued=ahead / 2)
         if self.streams and (room := self.staging.when(state.thread, nbytes, alone=True)) > state.thread:
             state.wait(room, "d2h", queued=ahead / 2)
         packed_at = state.now
@@ -312,6 +331,7 @@ class _Pipeline:
         state = self.state
         closes = step % self.window == 0
         state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
+        state.call(self.split.weights * self.rates.thread.weight_ms)
         if self.network is not None:
             state.stand(self.network.reduced, "comm")
         if self.rates.keeps_whole:
@@ -360,6 +380,7 @@ class _Pipeline:
 
     def _close(self, step: int) -> None:
         state, synchronous = self.state, not self.config.overlap_step
+        state.call(self.split.buckets * self.rates.thread.job_ms)  # the host begins when it has all jobs
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}

@@ -38,6 +38,7 @@ class Piece:
     """Resident and selected elements of these, which are then kept on the device."""
     before_layers: bool = False
     """Whether its gradients are whole only when backward is over."""
+    buckets: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Split:
     """Of the largest bucket, padded."""
     largest_bucket: int
     """In elements."""
+    weights: int = 0
+    """Number of trained parameters."""
     matrices: int = 0
     """Elements of weights that have columns."""
     words: int = 0
@@ -137,6 +140,7 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
         buckets=len(buckets),
         largest_log_bytes=max((bucket.log_bytes for bucket in buckets), default=0),
         largest_bucket=max((bucket.elements for bucket in buckets), default=0),
+        weights=len(model.weights),
         matrices=matrices,
         words=words,
         gathered=(*(elements + frozen for elements in reduced[:-1]), reduced[-1]),
@@ -176,6 +180,7 @@ def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
                 log_bytes=last.log_bytes + bucket.log_bytes,
                 scored=last.scored + bucket.scored,
                 kept=last.kept + bucket.kept,
+                buckets=last.buckets + bucket.buckets,
             )
         else:
             merged.append(bucket)

@@ -168,8 +168,10 @@ def thread_ms(document: Document) -> float | None:
 def _idle_beyond(stall_ms: float, document: Document) -> float | None:
     if idle_lines(document) is not None:
         return float(document["thread_lines"]["ms_per_step"])
+    if document["rig"] is not None:  # the emulator counts it; absent from older documents
+        return document["rig"].get("thread_idle_ms") or None
     busy = (document["nvml"] or {}).get("utilisation_percent")
-    if busy is None or document["rig"] is not None:
+    if busy is None:
         return None
     phases = {name: value for name, value in (document["phases_ms"] or {}).items() if value is not None}
     if not phases or _longest(phases) not in _LAUNCHING:
@@ -197,12 +199,10 @@ def place(line: Mapping[str, Any]) -> str:
 def _held(document: Document) -> str:
     """How long the training thread leaves the device idle, and where."""
     lines, held, mean = idle_lines(document), thread_ms(document) or 0.0, document["step_ms"]["mean"]
-    if not lines:
+    if not lines and document["rig"] is None:
         return _launches(document)
-    return (
-        f"It leaves the device idle for {ms(held)} of {ms(mean)} a step ({percent(held / mean)}), "
-        f"{ms(lines[0]['ms_per_step'])} of that in {place(lines[0])}."
-    )
+    where = f", {ms(lines[0]['ms_per_step'])} of that in {place(lines[0])}" if lines else ""
+    return f"It leaves the device idle for {ms(held)} of {ms(mean)} a step ({percent(held / mean)}){where}."
 
 
 def _launches(document: Document) -> str:

@@ -298,6 +298,9 @@ class HostEngine:
             yield
         finally:
             self._gathered = None
+            submitted = self._device.asked()
+            for job in gathered:
+                job.submitted = submitted
             jobs = ReadyFirst(
                 gathered,
                 last_arrives_first=last_arrives_first,

@@ -102,7 +102,9 @@ def predicted(rig: str, config: ZenFlowConfig) -> tuple[float, float, float]:
     rates = Rates.of_rig(load_rig(rig).for_elements(elements))
     split = split_of(model, config)
     steady = simulate(rates, split, config)
-    return steady.step_ms, sum(steady.stall_ms.values()), floor(rates, split, config).step_ms
+    # Events of the runtime do not see what the device waits for the thread.
+    stall_ms = sum(ms for cause, ms in steady.stall_ms.items() if cause != "thread")
+    return steady.step_ms, stall_ms, floor(rates, split, config).step_ms
 
 
 def steps_for(config: ZenFlowConfig) -> int:
@@ -123,7 +125,7 @@ def study(results: Results, *, quick: bool, again: bool, tell: Callable[[str, in
         config = GRID[name]
         inputs = {
             "rig": rig,
-            "values": dict(load_rig(rig).values),
+            "values": {**load_rig(rig).values, **load_rig(rig).thread},
             "clock": "simulated",
             "knobs": dataclasses.asdict(config),
             "steps": steps_for(config),

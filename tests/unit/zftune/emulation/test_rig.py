@@ -8,6 +8,7 @@ import pytest
 
 from zenflow import ConfigError
 from zftune.emulation import RigSpec
+from zftune.emulation.machines import load_rig, rig_names
 
 RATES = """name = "r"
 [rates]
@@ -68,6 +69,22 @@ def test_effects_are_optional(tmp_path: Path) -> None:
     assert (slower.slow_core, slower.link_contention, slower.link_noise) == (1.0, 0.25, 0.0)
 
 
+def test_a_thread_is_optional_and_scaled_with_a_timeline(tmp_path: Path) -> None:
+    free = spec(RATES, tmp_path).for_elements(10)
+    assert (free.thread_weight_us, free.thread_bucket_us, free.thread_job_us, free.thread_launch_us) == (0, 0, 0, 0)
+    table = "[thread]\nweight_us = 5\nbucket_us = 90\njob_us = 60.5\n"
+    rig = spec(RATES + table, tmp_path).for_elements(10)
+    assert (rig.thread_weight_us, rig.thread_bucket_us, rig.thread_job_us, rig.thread_launch_us) == (5, 90, 60.5, 0)
+    tenth = spec(TIMELINE + table, tmp_path).for_elements(10)
+    assert (tenth.thread_weight_us, tenth.thread_bucket_us) == pytest.approx((0.5, 9.0))
+
+
+@pytest.mark.parametrize("name", rig_names())
+def test_rigs_that_come_with_the_package_have_a_thread(name: str) -> None:
+    rig = load_rig(name).for_elements(1000)
+    assert 0 < rig.thread_weight_us < rig.thread_job_us < rig.thread_bucket_us < 1000
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -75,7 +92,7 @@ def test_effects_are_optional(tmp_path: Path) -> None:
         ("", "has 0 of the tables [rates] and [timeline]; it must have one"),
         ("rates = 3\nname = 'x'", "has 0 of the tables [rates] and [timeline]; it must have one"),
         (RATES + TIMELINE.partition("\n")[2].partition("\n")[2], "has 2 of the tables"),
-        (RATES.replace('name = "r"', ""), "has no name; it may have name, source, one table and [effects]"),
+        (RATES.replace('name = "r"', ""), "has no name; it may have name, source, one table, [effects] and [thread]"),
         (RATES.replace('"r"', "3"), "has no name"),
         ("nome = 'x'\n" + RATES, "has the unknown key 'nome'"),
         (RATES.replace("host_gbps = 3\n", ""), "has no rates.host_gbps; needed are link_d2h_gbps"),
@@ -92,6 +109,9 @@ def test_effects_are_optional(tmp_path: Path) -> None:
         ("effects = 3\n" + RATES, "has effects = 3; it must be a table"),
         (RATES + "[effects]\nslow = 1", "has effects.slow; effects are slow_core, link_contention, link_noise"),
         (RATES + "[effects]\nslow_core = 1.5", "has effects.slow_core = 1.5; it must be above 0 and at most 1"),
+        ("thread = 3\n" + RATES, "has thread = 3; it must be a table"),
+        (RATES + "[thread]\nstep_us = 1", "has thread.step_us; it may have weight_us, bucket_us, job_us, launch_us"),
+        (RATES + "[thread]\njob_us = -1", "has thread.job_us = -1; it must be a number >= 0"),
         (RATES + "[effects]\nlink_noise = 'much'", "has effects.link_noise = 'much'; it must be above 0 and at most 2"),
     ],
 )

@@ -14,7 +14,7 @@ from zftune.errors import BadInputError
 from zftune.planner.choosing import choose, fits, published_budget, ranked
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
-from zftune.planner.plan import calls_ms, of_calls, verdict
+from zftune.planner.plan import verdict
 from zftune.quality import assumed_coverage
 
 MODEL = ModelFacts.from_text("1B,4,4096")  # few layers: seconds less
@@ -35,10 +35,10 @@ def prediction(step_ms: float, *, staleness: float = 0.0, device: int = 0, host:
     )
 
 
-def order(*choices: tuple[dict[str, Any], Prediction], calls_ms: float = 0.0) -> list[int]:
+def order(*choices: tuple[dict[str, Any], Prediction]) -> list[int]:
     """Numbers of the choices, best first."""
     made = [(ZenFlowConfig(bucket_bytes=number + 1, **knobs), one) for number, (knobs, one) in enumerate(choices)]
-    return [config.bucket_bytes - 1 for config, _ in ranked(made, calls_ms)]
+    return [config.bucket_bytes - 1 for config, _ in ranked(made)]
 
 
 def test_within_two_percent_the_least_stale_comes_first() -> None:
@@ -63,18 +63,6 @@ def test_a_ratio_below_one_has_to_win() -> None:
     fast, early, none = (prediction(time, staleness=late) for time, late in ((100.0, 4.0), (101.5, 1.0), (102.5, 0.0)))
     assert order(({}, fast), ({}, early), ({"offload_ratio": 0.0}, none)) == [2, 1, 0]
     assert order(({}, fast), ({}, early), ({"offload_ratio": 0.0}, replace(none, step_ms=104.0))) == [1, 0, 2]
-
-
-def test_what_is_faster_without_its_calls_of_python_alone_is_no_reason_to_offload() -> None:
-    all_on_gpu = ({"offload_ratio": 0.0}, prediction(100.0))
-    assert order(({}, prediction(90.0)), all_on_gpu) == [0, 1]
-    assert order(({}, prediction(90.0)), all_on_gpu, calls_ms=99.0) == [1, 0]
-
-
-def test_a_step_that_is_shorter_than_its_calls_is_told() -> None:
-    least_ms = calls_ms(MODEL)
-    assert of_calls(MODEL, [(ZenFlowConfig(), prediction(0.9 * least_ms))])
-    assert not of_calls(MODEL, [(ZenFlowConfig(), prediction(1.1 * least_ms))])
 
 
 def test_nothing_to_choose_from() -> None:

