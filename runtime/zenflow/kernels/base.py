@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from zenflow.kernels.tables import BucketTables, KeptState, KeptTables, RunIndex
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -179,6 +180,113 @@ class Kernels(ABC):
             factor: as for `update`, the same for all.
             skip: likewise.
         """
+
+    def pack_bucket(
+        self,
+        tables: BucketTables,
+        gradients: Sequence[torch.Tensor | None],
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        energies: torch.Tensor,
+    ) -> None:
+        """Copy the columns of a bucket's gradients to their places, bit for bit, and sum their squares.
+
+        What has no column's place in the buffers is left as it is.
+
+        Args:
+            tables: of the bucket.
+            gradients: of each part, in the weight's own shape and the bucket's dtype, contiguous; None: no gradient in
+                this step, and nothing of it is written.
+            sent: flat, in the bucket's dtype, `tables.sent_elements` at least.
+            kept: flat, in the bucket's dtype: the kept columns.
+            energies: flat fp32, all parts' columns: those of `energies`, on the CPU bit for bit in every
+                implementation but Triton's.
+        """
+        for part, gradient, indices, out in zip(
+            tables.parts, gradients, tables.indices, energies.split(tables.columns), strict=True
+        ):
+            if gradient is None:
+                continue
+            matrix = tables.matrix(part, gradient)
+            for index, buffer in zip(indices, (sent, kept), strict=True):
+                rows = index.run.within(buffer)
+                if index.places is None:
+                    self.pack(matrix, index.columns, into=rows)
+                else:
+                    rows.index_copy_(0, index.places, self.pack(matrix, index.columns))
+            out.copy_(self.energies(matrix))
+
+    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+        """Write the columns that were sent, and have been updated, into the weights.
+
+        Args:
+            tables: of the bucket.
+            weights: of each part, in the bucket's dtype, contiguous. Nothing else writes to them at the same time, not
+                even to other columns.
+            rows: flat, in the bucket's dtype and in the layout of what was sent.
+        """
+        for part, weight, (index, _) in zip(tables.parts, weights, tables.indices, strict=True):
+            _scatter_run(self, tables.matrix(part, weight), index, index.run.within(rows))
+
+    def update_kept(
+        self,
+        rule: Rule,
+        tables: KeptTables,
+        weights: Sequence[torch.Tensor | None],
+        gradients: torch.Tensor,
+        state: KeptState,
+        hypers: Sequence[Hyper],
+        *,
+        longest: int,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+        present: Sequence[bool] | None = None,
+    ) -> None:
+        """Update all kept columns of many weights, and write them into the weights, rounded to nearest even.
+
+        State in places without a column may hold anything.
+
+        Args:
+            rule: the update rule.
+            tables: of the weights' buckets.
+            weights: of each part of all buckets, contiguous; None: the weight is not written.
+            gradients: flat, in the buckets' dtype: the kept columns.
+            state: changed in place.
+            hypers: by number of the parameter group, all of the rule's own type.
+            longest: no count is larger after this update.
+            factor: as for `update`, the same for all.
+            skip: likewise.
+            present: of each part, whether it has a gradient; the others stay as they are. None: all have.
+        """
+        indices = [pair[1] for bucket in tables.buckets for pair in bucket.indices]
+        matrices = [bucket.matrix for bucket in tables.buckets for _ in bucket.parts]
+        alive = [True] * len(indices) if present is None else present
+        parts = list(zip(alive, indices, matrices, tables.parts, weights, tables.groups, tables.states(state), strict=True))
+        updates = [
+            ColumnUpdate(of_part, index.run.within(gradients).t(), None, hypers[group])
+            for is_alive, index, _, _, _, group, of_part in parts
+            if is_alive
+        ]
+        self.update_many(rule, updates, factor=factor, skip=skip)
+        for is_alive, index, matrix, part, weight, _, of_part in parts:
+            if is_alive and weight is not None:
+                _scatter_run(self, matrix(part, weight), index, of_part.master)
+
+    def warm(
+        self, tables: Sequence[BucketTables], kept: KeptTables | None = None, hypers: Sequence[Hyper] = ()
+    ) -> None:
+        """Compile and load what these tables need, and send their parts that do not change, so that no step waits.
+
+        Args:
+            tables: all buckets.
+            kept: as for `update_kept`.
+            hypers: likewise.
+        """
+
+
+def _scatter_run(kernels: Kernels, matrix: torch.Tensor, index: RunIndex, rows: torch.Tensor) -> None:
+    if len(index.columns):
+        kernels.scatter(matrix, index.columns, rows if index.places is None else rows.index_select(0, index.places))
 
 
 def _down(rows: torch.Tensor) -> torch.Tensor:
