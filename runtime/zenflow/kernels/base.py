@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from zenflow.kernels.tables import BucketTables, KeptState, KeptTables, RunIndex
+from zenflow.kernels.tables import BucketTables, KeptState, KeptTables
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -191,42 +191,39 @@ class Kernels(ABC):
     ) -> None:
         """Copy the columns of a bucket's gradients to their places, bit for bit, and sum their squares.
 
-        What has no column's place in the buffers is left as it is.
-
         Args:
             tables: of the bucket.
-            gradients: of each part, in the weight's own shape and the bucket's dtype, contiguous; None: no gradient in
-                this step, and nothing of it is written.
+            gradients: of each part, in the weight's own shape and the bucket's dtype, contiguous; None: nothing of it
+                is written.
             sent: flat, in the bucket's dtype, `tables.sent_elements` at least.
             kept: flat, in the bucket's dtype: the kept columns.
-            energies: flat fp32, all parts' columns: those of `energies`, on the CPU bit for bit in every
-                implementation but Triton's.
+            energies: flat fp32, of all parts' columns; on the CPU those of `energies` bit for bit, but for Triton's
+                interpreter.
         """
-        for part, gradient, indices, out in zip(
-            tables.parts, gradients, tables.indices, energies.split(tables.columns), strict=True
-        ):
+        of_parts = zip(tables.parts, gradients, tables.indices, energies.split(tables.columns), strict=True)
+        for part, gradient, indices, sums in of_parts:
             if gradient is None:
                 continue
             matrix = tables.matrix(part, gradient)
-            for index, buffer in zip(indices, (sent, kept), strict=True):
-                rows = index.run.within(buffer)
-                if index.places is None:
-                    self.pack(matrix, index.columns, into=rows)
+            for run, (columns, places), buffer in zip(part.runs, indices, (sent, kept), strict=True):
+                if places is None:
+                    self.pack(matrix, columns, into=run.within(buffer))
                 else:
-                    rows.index_copy_(0, index.places, self.pack(matrix, index.columns))
-            out.copy_(self.energies(matrix))
+                    run.within(buffer).index_copy_(0, places, self.pack(matrix, columns))
+            sums.copy_(self.energies(matrix))
 
-    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Write the columns that were sent, and have been updated, into the weights.
 
         Args:
             tables: of the bucket.
-            weights: of each part, in the bucket's dtype, contiguous. Nothing else writes to them at the same time, not
-                even to other columns.
+            weights: of each part, in the bucket's dtype, contiguous; None: it is left as it is. Nothing else writes to
+                them at the same time, not even to other columns.
             rows: flat, in the bucket's dtype and in the layout of what was sent.
         """
-        for part, weight, (index, _) in zip(tables.parts, weights, tables.indices, strict=True):
-            _scatter_run(self, tables.matrix(part, weight), index, index.run.within(rows))
+        for part, weight, indices in zip(tables.parts, weights, tables.indices, strict=True):
+            if weight is not None:
+                self._show(tables.matrix(part, weight), indices[0], part.runs[0].within(rows))
 
     def update_kept(
         self,
@@ -242,51 +239,63 @@ class Kernels(ABC):
         skip: torch.Tensor | None = None,
         present: Sequence[bool] | None = None,
     ) -> None:
-        """Update all kept columns of many weights, and write them into the weights, rounded to nearest even.
-
-        State in places without a column may hold anything.
+        """Update all kept columns, and write them into the weights as `update` does.
 
         Args:
             rule: the update rule.
             tables: of the weights' buckets.
             weights: of each part of all buckets, contiguous; None: the weight is not written.
             gradients: flat, in the buckets' dtype: the kept columns.
-            state: changed in place.
+            state: changed in place; it may become anything in places without a column.
             hypers: by number of the parameter group, all of the rule's own type.
-            longest: no count is larger after this update.
+            longest: no update count is larger after this update.
             factor: as for `update`, the same for all.
             skip: likewise.
-            present: of each part, whether it has a gradient; the others stay as they are. None: all have.
+            present: of each part, whether it has a gradient; without one it stays as it is. None: all have.
         """
-        indices = [pair[1] for bucket in tables.buckets for pair in bucket.indices]
-        matrices = [bucket.matrix for bucket in tables.buckets for _ in bucket.parts]
-        alive = [True] * len(indices) if present is None else present
-        parts = list(zip(alive, indices, matrices, tables.parts, weights, tables.groups, tables.states(state), strict=True))
+        runs = [run for bucket in tables.buckets for run in zip(bucket.parts, bucket.indices, strict=True)]
+        views = [bucket.matrix for bucket in tables.buckets for _ in bucket.parts]
+        everything = zip(runs, views, weights, tables.groups, tables.states(state), strict=True)
+        some = [one for at, one in enumerate(everything) if present is None or present[at]]
         updates = [
-            ColumnUpdate(of_part, index.run.within(gradients).t(), None, hypers[group])
-            for is_alive, index, _, _, _, group, of_part in parts
-            if is_alive
+            ColumnUpdate(of_part, part.runs[1].within(gradients).t(), None, hypers[group])
+            for (part, _), _, _, group, of_part in some
         ]
         self.update_many(rule, updates, factor=factor, skip=skip)
-        for is_alive, index, matrix, part, weight, _, of_part in parts:
-            if is_alive and weight is not None:
-                _scatter_run(self, matrix(part, weight), index, of_part.master)
+        for (part, indices), view, weight, _, of_part in some:
+            if weight is not None:
+                self._show(view(part, weight), indices[1], of_part.master)
+
+    def _show(self, matrix: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor) -> None:
+        columns, places = index
+        if len(columns):
+            self.scatter(matrix, columns, rows if places is None else rows.index_select(0, places))
 
     def warm(
-        self, tables: Sequence[BucketTables], kept: KeptTables | None = None, hypers: Sequence[Hyper] = ()
+        self,
+        rule: Rule,
+        buckets: Sequence[BucketTables],
+        kept: Sequence[tuple[KeptTables, KeptState]],
+        hypers: Sequence[Hyper],
     ) -> None:
-        """Compile and load what these tables need, and send their parts that do not change, so that no step waits.
+        """Compile, load and send all that steps need which does not change: launches that write nothing.
 
         Args:
-            tables: all buckets.
-            kept: as for `update_kept`.
-            hypers: likewise.
+            rule: the update rule.
+            buckets: all of them.
+            kept: their kept columns, of each dtype.
+            hypers: as for `update_kept`.
         """
-
-
-def _scatter_run(kernels: Kernels, matrix: torch.Tensor, index: RunIndex, rows: torch.Tensor) -> None:
-    if len(index.columns):
-        kernels.scatter(matrix, index.columns, rows if index.places is None else rows.index_select(0, index.places))
+        for tables in buckets:
+            nothing: list[None] = [None] * len(tables.parts)
+            empty = torch.empty(0, dtype=tables.dtype, device=tables.places.device)
+            energies = torch.empty(sum(tables.columns), dtype=torch.float32, device=empty.device)
+            self.pack_bucket(tables, nothing, empty, empty, energies)
+            self.show_bucket(tables, nothing, empty)
+        for of_dtype, state in kept:
+            empty = torch.empty(0, dtype=of_dtype.buckets[0].dtype, device=of_dtype.columns.device)
+            never = [False] * len(of_dtype.groups)
+            self.update_kept(rule, of_dtype, [None] * len(never), empty, state, hypers, longest=1, present=never)
 
 
 def _down(rows: torch.Tensor) -> torch.Tensor:

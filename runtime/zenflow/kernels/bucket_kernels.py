@@ -89,9 +89,7 @@ def pack_bucket(
 
     A part whose address is 0 is left out.
     """
-    which, record, rows, columns, r0, c0 = tile_at(
-        tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C
-    )
+    which, record, rows, columns, r0, c0 = tile_at(tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C)
     address = chosen(which % 8, a0, a1, a2, a3, a4, a5, a6, a7)
     if address != 0:
         gradient = elements(address.to(tl.int64), ELEMENT, EVEN)
@@ -130,7 +128,7 @@ def sum_partials(
         c = tl.load(tiles + 2 * program + 1) * BLOCK_C + tl.arange(0, BLOCK_C)
         start = partials + tl.load(record + 5) + c
         total = tl.full((BLOCK_C,), 0.0, tl.float32)
-        for block in range(0, (rows + BLOCK_R - 1) // BLOCK_R):
+        for block in range((rows + BLOCK_R - 1) // BLOCK_R):
             total += tl.load(start + block * columns.to(tl.int64), mask=c < columns, other=0.0)
         tl.store(energies + tl.load(record + 2) + c, total, mask=c < columns)
 
@@ -146,29 +144,30 @@ def show_bucket(
     Where a row is contiguous, whole pieces of 16 bytes are read and written if EVEN: the columns between those that
     arrive are written as they were read. All that writes weights has to be in the order of one stream.
     """
-    which, record, rows, columns, r0, c0 = tile_at(
-        tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C
-    )
+    which, record, rows, columns, r0, c0 = tile_at(tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C)
     address = chosen(which % 8, a0, a1, a2, a3, a4, a5, a6, a7)
-    weights = elements(address.to(tl.int64), ELEMENT, EVEN)
-    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
-    r_ok, c_ok = r < rows - r0, c < columns - c0
-    place = tl.load(places + tl.load(record + 2) + c0 + c, mask=c_ok, other=-1).to(tl.int64)
-    comes = place >= 0
-    start = elements(arrived, ELEMENT, EVEN) + field(record, 3, EVEN) + r0
-    new = tl.load(
-        start + (tl.where(comes, place, 0) * rows)[:, None] + r[None, :], mask=comes[:, None] & r_ok[None, :], other=0
-    )
-    if TRANSPOSED:
-        corner = weights + c0.to(tl.int64) * rows + r0
-        tl.store(corner + c[:, None] * rows + r[None, :], new, mask=comes[:, None] & r_ok[None, :])
-    else:
-        at = weights + r0.to(tl.int64) * columns + c0 + r[:, None] * columns + c[None, :]
-        there = r_ok[:, None] & c_ok[None, :]
-        if EVEN:
-            tl.store(at, tl.where(comes[None, :], tl.trans(new), tl.load(at, mask=there, other=0)), mask=there)
-        else:  # element by element in any case
-            tl.store(at, tl.trans(new), mask=there & comes[None, :])
+    if address != 0:
+        weights = elements(address.to(tl.int64), ELEMENT, EVEN)
+        r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+        r_ok, c_ok = r < rows - r0, c < columns - c0
+        place = tl.load(places + tl.load(record + 2) + c0 + c, mask=c_ok, other=-1).to(tl.int64)
+        comes = place >= 0
+        start = elements(arrived, ELEMENT, EVEN) + field(record, 3, EVEN) + r0
+        new = tl.load(
+            start + (tl.where(comes, place, 0) * rows)[:, None] + r[None, :],
+            mask=comes[:, None] & r_ok[None, :],
+            other=0,
+        )
+        if TRANSPOSED:
+            corner = weights + c0.to(tl.int64) * rows + r0
+            tl.store(corner + c[:, None] * rows + r[None, :], new, mask=comes[:, None] & r_ok[None, :])
+        else:
+            at = weights + r0.to(tl.int64) * columns + c0 + r[:, None] * columns + c[None, :]
+            there = r_ok[:, None] & c_ok[None, :]
+            if EVEN:
+                tl.store(at, tl.where(comes[None, :], tl.trans(new), tl.load(at, mask=there, other=0)), mask=there)
+            else:  # element by element in any case
+                tl.store(at, tl.trans(new), mask=there & comes[None, :])
 
 
 @triton.jit(do_not_specialize=["last", "tiles", "records", "wide", "powers", "counts", "updated", "rates", "roots"])
@@ -196,6 +195,18 @@ def count_kept(
     elif RULE == "adagrad":
         slower = (count - 1).to(tl.float64) * tl.load(of_group + 1) + 1.0
         tl.store(rates + at, (tl.load(of_group) / slower).to(tl.float32), mask=ok)
+
+
+@triton.jit
+def load_run(stream, start, inside, ok, ELEMENT: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of flat columns as fp32."""
+    return values(tl.load(elements(stream, ELEMENT, EVEN) + start + inside, mask=ok, other=0), ELEMENT)
+
+
+@triton.jit
+def store_run(stream, start, inside, ok, tile, EVEN: tl.constexpr):
+    """Write a tile of fp32 state; as integers, since a pointer that nothing was made of takes no hint."""
+    tl.store(elements(stream, "fp32", EVEN) + start + inside, tile.to(tl.int32, bitcast=True), mask=ok)
 
 
 @triton.jit
@@ -245,36 +256,31 @@ def update_kept(
         rows = field(record, 0, EVEN).to(tl.int32)
         columns, n = tl.load(record + 1), tl.load(record + 2).to(tl.int32)
         blocks = tl.maximum((rows + BLOCK_R - 1) // BLOCK_R, 1)
-        i = (at // blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+        i0 = (at // blocks) * BLOCK_N
+        i = tl.arange(0, BLOCK_N)
         r = (at % blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-        index = tl.load(record + 4) + i
-        column = tl.load(columns_of + index, mask=i < n, other=-1).to(tl.int64)
+        index = tl.load(record + 4) + i0 + i
+        column = tl.load(columns_of + index, mask=i < n - i0, other=-1)
         i_ok, r_ok = column >= 0, r < rows
         ok = i_ok[:, None] & r_ok[None, :]
-        inside = field(record, 3, EVEN) + i.to(tl.int64)[:, None] * rows + r[None, :]
+        start = field(record, 3, EVEN) + i0.to(tl.int64) * rows
+        inside = i[:, None] * rows + r[None, :]
         count = tl.load(updated + index, mask=i_ok, other=0)
         rate = tl.load(rates + index, mask=i_ok, other=0.0)[:, None]
         inverse_root = tl.load(roots + index, mask=i_ok, other=0.0)[:, None]
-        if EVEN:
-            gradients, master, first = (
-                tl.multiple_of(gradients, 16), tl.multiple_of(master, 16), tl.multiple_of(first, 16)
-            )  # fmt: skip
-        g = values(tl.load(elements(gradients, ELEMENT, EVEN) + inside, mask=ok, other=0), ELEMENT) * tl.load(factor)
-        w = tl.load(master + inside, mask=ok, other=0.0)
-        m = tl.load(first + inside, mask=ok, other=0.0)
+        g = load_run(gradients, start, inside, ok, ELEMENT, EVEN) * tl.load(factor)
+        w, m = load_run(master, start, inside, ok, "fp32", EVEN), load_run(first, start, inside, ok, "fp32", EVEN)
         v = m
         if second is not None:
-            if EVEN:
-                second = tl.multiple_of(second, 16)
-            v = tl.load(second + inside, mask=ok, other=0.0)
+            v = load_run(second, start, inside, ok, "fp32", EVEN)
         numbers = narrow + tl.load(record + 5) * 16 + 8
         new_w, new_m, new_v = kept_step(w, m, v, g, rate, inverse_root, count[:, None], numbers, RULE, L2)
         skips = tl.load(skip) != 0
         new_w, new_m = tl.where(skips, w, new_w), tl.where(skips, m, new_m)
-        tl.store(master + inside, new_w, mask=ok)
-        tl.store(first + inside, new_m, mask=ok)
+        store_run(master, start, inside, ok, new_w, EVEN)
+        store_run(first, start, inside, ok, new_m, EVEN)
         if second is not None:
-            tl.store(second + inside, tl.where(skips, v, new_v), mask=ok)
+            store_run(second, start, inside, ok, tl.where(skips, v, new_v), EVEN)
         # Others with these columns read only `updated`.
         tl.store(counts + index, count, mask=i_ok & (at % blocks == 0) & (skips == 0))
         address = tl.load(addresses + which)
@@ -287,7 +293,7 @@ def update_kept(
             else:
                 raw = new_w.to(tl.int32, bitcast=True)
             if TRANSPOSED:
-                tl.store(weights + (column * rows)[:, None] + r[None, :], raw, mask=ok)
+                tl.store(weights + (column.to(tl.int64) * rows)[:, None] + r[None, :], raw, mask=ok)
             else:
                 to = weights + (r.to(tl.int64) * columns)[:, None] + column[None, :]
                 tl.store(to, tl.trans(raw), mask=r_ok[:, None] & i_ok[None, :])

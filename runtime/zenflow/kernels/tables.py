@@ -1,10 +1,11 @@
-"""What kernels over whole buckets are given: the columns of each weight, and where they go; see `BucketTables`."""
+"""Tables of kernels over whole buckets: the columns of each weight, and their places in flat buffers."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,91 +15,66 @@ from numpy.typing import NDArray
 from zenflow.state import ColumnState
 
 Send = Callable[[torch.Tensor], torch.Tensor]
-"""Copies a small host tensor to the device in the order of the current stream, as `Device.send`."""
-
-ALIGNED = 16
-"""Elements to whose multiples sizes and starts must fit for accesses of 16 bytes everywhere."""
-
-
-@dataclass(frozen=True)
-class TablePart:
-    """One weight's matrix [rows, columns] in a bucket.
-
-    A packed column is `rows` elements long, with nothing between it and the next.
-    """
-
-    rows: int
-    columns: int
-    places: torch.Tensor
-    """[columns] int32 on the CPU: the column's slot on the host if >= 0, else -1 - i for row i of the kept columns."""
-    sent_start: int
-    """Element of the bucket's sent buffer at which slot 0 begins."""
-    kept_start: int
-    """Element of the flat kept columns at which row 0 begins."""
-
-    @functools.cached_property
-    def sent(self) -> Run:
-        """The columns that are sent."""
-        return Run.of(self.places.numpy(), self.sent_start, self.rows)
-
-    @functools.cached_property
-    def kept(self) -> Run:
-        """The columns that stay on the device."""
-        return Run.of(-1 - self.places.numpy(), self.kept_start, self.rows)
+"""Copies a host tensor to the device in the order of the current stream, as `Device.send`."""
+KEPT_TILES = {False: (16, 64), True: (4, 256)}
+"""Kept columns and rows of a tile, by whether the weight is stored transposed."""
+COUNT_BLOCK = 256
+"""Kept columns whose counts one program looks up."""
+_ALIGNED = 16
+"""Elements of which sizes and starts are multiples where all accesses are of 16 bytes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Columns of one weight in a flat buffer, by their place in it; places may be empty."""
+    """Columns of one weight in a flat buffer, in the order of their places there; a place may be empty."""
 
     columns: NDArray[np.int64]
     places: NDArray[np.int64]
-    count: int
-    """Places up to the last column."""
-    start: int
     rows: int
+    start: int
 
-    @classmethod
-    def of(cls, places: NDArray[np.int32], start: int, rows: int) -> Run:
-        columns = np.flatnonzero(places >= 0)
-        columns = columns[np.argsort(places[columns], kind="stable")]
-        found = places[columns].astype(np.int64)
-        return cls(columns, found, int(found[-1]) + 1 if len(found) else 0, start, rows)
+    @property
+    def count(self) -> int:
+        """Places up to the last column."""
+        return int(self.places[-1]) + 1 if len(self.places) else 0
 
     @property
     def stop(self) -> int:
-        """End of the last column in the buffer, in elements."""
+        """End of the last column, in elements of the buffer."""
         return self.start + self.count * self.rows
 
     def within(self, buffer: torch.Tensor) -> torch.Tensor:
         """[count, rows], a view of the buffer."""
         return buffer[self.start : self.stop].view(self.count, self.rows)
 
-
-class RunIndex:
-    """A run's columns and places as index tensors on the device; `places` is None if no place is empty."""
-
-    def __init__(self, run: Run, send: Send) -> None:
-        self.run = run
-        self.columns = send(torch.from_numpy(run.columns))
-        dense = len(run.places) == run.count
-        self.places = None if dense else send(torch.from_numpy(run.places))
+    def index(self, send: Send) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Columns and places on the device; None: no place is empty."""
+        dense = self.count == len(self.places)
+        return send(torch.from_numpy(self.columns)), None if dense else send(torch.from_numpy(self.places))
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tables of a bucket that do not depend on the columns' places."""
+class TablePart:
+    """One weight's matrix [rows, columns] in a bucket; a packed column is `rows` elements long, without a gap."""
 
-    records: torch.Tensor
-    """[parts, 8] int64: rows, columns, first column of all, sent_start, kept_start, first partial sum."""
-    launches: tuple[torch.Tensor, ...]
-    """For every 8 parts [programs, 2] int32: the part, and the tile in it."""
-    columns: torch.Tensor
-    """[programs, 2] int32: the part, and the block of columns in it."""
-    column_starts: tuple[int, ...]
-    """Programs in `columns` before each part, and all."""
-    partials: int
-    """Number of partial sums of squares."""
+    rows: int
+    columns: int
+    places: torch.Tensor
+    """[columns] int32 on the CPU: a column's slot on the host, or -1 - i for row i of the kept columns."""
+    sent_start: int
+    """Element of the bucket's sent buffer at which slot 0 begins."""
+    kept_start: int
+    """Element of the flat kept columns at which row 0 begins."""
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, Run]:
+        """The columns that are sent, and those that are kept."""
+        found = []
+        for places, start in ((self.places.numpy(), self.sent_start), (-1 - self.places.numpy(), self.kept_start)):
+            columns = np.flatnonzero(places >= 0)
+            columns = columns[np.argsort(places[columns])]
+            found.append(Run(columns, places[columns].astype(np.int64), self.rows, start))
+        return found[0], found[1]
 
 
 class BucketTables:
@@ -107,47 +83,35 @@ class BucketTables:
     Args:
         parts: one a weight.
         dtype: of the weights and their gradients.
-        transposed: whether weights and gradients are stored [columns, rows]: a column is contiguous.
         send: to the device.
+        transposed: whether weights and gradients are stored [columns, rows]: a column is contiguous. So are vectors
+            (one column).
     """
 
     def __init__(self, parts: Sequence[TablePart], dtype: torch.dtype, send: Send, *, transposed: bool = False) -> None:
-        self.dtype, self.transposed, self._send = dtype, transposed, send
+        self.dtype, self.transposed, self.send = dtype, transposed, send
         self._tiles: dict[tuple[int, int], Tiles] = {}
-        self._take(parts, send(_places(parts)))
+        self.columns = tuple(part.columns for part in parts)
+        widths = () if transposed else self.columns
+        numbers = [number for part in parts for number in (part.rows, part.sent_start, part.kept_start)]
+        self.even = not any(number % _ALIGNED for number in (*numbers, *widths))
+        self.place(parts, send(torch.cat([part.places for part in parts])))
 
-    def _take(self, parts: Sequence[TablePart], places: torch.Tensor) -> None:
-        self.parts = tuple(parts)
-        self.places = places
-        self._indices: list[tuple[RunIndex, RunIndex]] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tables are."""
-        return self.places.device
-
-    @functools.cached_property
-    def columns(self) -> tuple[int, ...]:
-        """Number of columns of each part."""
-        return tuple(part.columns for part in self.parts)
-
-    @functools.cached_property
-    def even(self) -> bool:
-        """Whether all sizes and starts allow accesses of 16 bytes; the buffers' own addresses have to, too."""
-        numbers = [n for part in self.parts for n in (part.rows, part.sent_start, part.kept_start)]
-        widths = () if self.transposed else self.columns  # else a column is contiguous, whatever their number
-        return not any(number % ALIGNED for number in (*numbers, *widths))
+    def place(self, parts: Sequence[TablePart], places: torch.Tensor) -> None:
+        """Take other places, which are on the device already."""
+        self.parts, self.places = tuple(parts), places
+        self._indices: list[list[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
 
     @property
     def sent_elements(self) -> int:
-        """Elements of the sent buffer that are used."""
-        return max((part.sent.stop for part in self.parts), default=0)
+        """Elements of the sent buffer up to the last column."""
+        return max(part.runs[0].stop for part in self.parts)
 
     @property
-    def indices(self) -> list[tuple[RunIndex, RunIndex]]:
-        """Of each part what is sent and what is kept."""
+    def indices(self) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """Of each part `Run.index` of what is sent and of what is kept."""
         if self._indices is None:
-            self._indices = [(RunIndex(part.sent, self._send), RunIndex(part.kept, self._send)) for part in self.parts]
+            self._indices = [[run.index(self.send) for run in part.runs] for part in self.parts]
         return self._indices
 
     def matrix(self, part: TablePart, tensor: torch.Tensor) -> torch.Tensor:
@@ -157,92 +121,44 @@ class BucketTables:
         return tensor.view(part.rows, part.columns)
 
     def tiles(self, block_r: int, block_c: int) -> Tiles:
-        """The tables for tiles of that many rows and columns, sent once."""
-        made = self._tiles.get((block_r, block_c))
-        if made is None:
-            made = self._tiles[block_r, block_c] = self._cut(block_r, block_c)
-        return made
-
-    def with_places(self, places: Sequence[torch.Tensor]) -> BucketTables:
-        """The same bucket with its columns in other places; one copy to the device."""
-        (made,) = with_places([self], [places], self._send)
-        return made
-
-    def _cut(self, block_r: int, block_c: int) -> Tiles:
-        high = [-(-part.rows // block_r) for part in self.parts]
-        wide = [-(-part.columns // block_c) for part in self.parts]
-        columns = np.cumsum([0, *self.columns])
-        sums = np.cumsum([0, *(h * part.columns for h, part in zip(high, self.parts, strict=True))])
-        records = np.zeros((len(self.parts), 8), np.int64)
-        for which, part in enumerate(self.parts):
-            starts = columns[which], part.sent_start, part.kept_start, sums[which]
-            records[which, :6] = part.rows, part.columns, *starts
-        blocks = [h * w for h, w in zip(high, wide, strict=True)]
-        ends = np.cumsum([0, *blocks])
-        sent, tiles, column_tiles = sent_together(self._send, [records, tiles_of(blocks), tiles_of(wide)])
-        eights = range(0, len(blocks), 8)
-        launches = tuple(tiles[ends[low] : ends[min(low + 8, len(blocks))]] for low in eights)
-        return Tiles(sent, launches, column_tiles, tuple(np.cumsum([0, *wide]).tolist()), int(sums[-1]))
+        """The tables for tiles of that many rows and columns; sent once, by one copy."""
+        if (block_r, block_c) not in self._tiles:
+            high = [-(-part.rows // block_r) for part in self.parts]
+            wide = [-(-columns // block_c) for columns in self.columns]
+            blocks = [h * w for h, w in zip(high, wide, strict=True)]
+            sums = np.cumsum([0, *(h * columns for h, columns in zip(high, self.columns, strict=True))])
+            numbers = [(part.rows, part.columns, 0, part.sent_start, part.kept_start, 0, 0, 0) for part in self.parts]
+            records = np.array(numbers, np.int64)
+            records[:, 2], records[:, 5] = np.cumsum([0, *self.columns])[:-1], sums[:-1]
+            sent = sent_together(self.send, [records, tiles_of(blocks), tiles_of(wide)])
+            launches = [split_tiles(*of) for of in zip(sent[1:], (blocks, wide), (8, 64), strict=True)]
+            self._tiles[block_r, block_c] = Tiles(sent[0], launches[0], launches[1], int(sums[-1]))
+        return self._tiles[block_r, block_c]
 
 
-def with_places(
-    tables: Sequence[BucketTables], places: Sequence[Sequence[torch.Tensor]], send: Send, *others: NDArray[Any]
-) -> list[Any]:
-    """Buckets with their columns in other places, and other arrays on the device, by one copy for all of them.
+@dataclass(frozen=True)
+class Tiles:
+    """Tables of a bucket that do not depend on the columns' places."""
 
-    Args:
-        tables: at least one; they stay as they are, for kernels that are queued.
-        places: of each bucket's parts.
-        send: to the device.
-        others: whatever else has to be there.
-    """
-    parts = [
-        [replace(part, places=new) for part, new in zip(one.parts, of_one, strict=True)]
-        for one, of_one in zip(tables, places, strict=True)
-    ]
-    sent = sent_together(send, [*(_places(of_one).numpy() for of_one in parts), *others])
-    made = []
-    for old, of_one, here in zip(tables, parts, sent, strict=False):
-        new = object.__new__(BucketTables)
-        new.__dict__.update(old.__dict__)  # what does not depend on places is shared
-        new._take(of_one, here)
-        made.append(new)
-    return [*made, *sent[len(made) :]]
+    records: torch.Tensor
+    """[parts, 8] int64: rows, columns, first column of all, sent_start, kept_start, first partial sum."""
+    eights: list[torch.Tensor]
+    """For every 8 parts [programs, 2] int32: the part, and the tile in it."""
+    columns: list[torch.Tensor]
+    """For every 64 parts [programs, 2] int32: the part, and the block of columns in it."""
+    partials: int
+    """Number of partial sums of squares."""
 
 
 @dataclass
 class KeptState:
-    """State of all kept columns: streams in the layout of the flat kept columns, counts by kept column."""
+    """State of all kept columns."""
 
     master: torch.Tensor
-    """Flat fp32."""
+    """Flat fp32 in the layout of the flat kept columns; each of the moments likewise."""
     moments: tuple[torch.Tensor, ...]
-    """Likewise."""
     count: torch.Tensor
     """[kept columns] int32, in the order of buckets, parts and rows."""
-
-
-KEPT_TILES = {False: (16, 64), True: (4, 256)}
-"""Kept columns and rows of a tile, by whether the weight is stored transposed."""
-COUNT_BLOCK = 256
-"""Kept columns of a tile of `counts`."""
-
-
-@dataclass(frozen=True)
-class _KeptFixed:
-    sizes: tuple[int, ...]
-    """Kept columns of each part, to the last place."""
-    records: torch.Tensor
-    """[parts, 8] int64: rows, columns, kept columns, kept_start, the first kept column, group."""
-    tiles: Mapping[bool, torch.Tensor]
-    """By whether weights are transposed [programs, 2] int32: the part, and the tile in it."""
-    counts: torch.Tensor
-    """[programs, 2] int32: the part, and the block of kept columns in it."""
-    scratch: torch.Tensor
-    """[3, kept columns] fp32: what follows from the counts in an update."""
-    present: torch.Tensor
-    one: torch.Tensor
-    never: torch.Tensor
 
 
 class KeptTables:
@@ -256,104 +172,99 @@ class KeptTables:
 
     def __init__(self, buckets: Sequence[BucketTables], groups: Sequence[int], send: Send) -> None:
         assert len({bucket.dtype for bucket in buckets}) == 1
-        self.groups, self.send = tuple(groups), send
+        self.buckets, self.groups, self.send = tuple(buckets), tuple(groups), send
         self.numbers: Any = None  # of the last update's hyperparameters, on the device
         self.addresses: tuple[list[int], torch.Tensor] | None = None  # of the weights, here and on the device
-        self._take(buckets)
         (self.columns,) = sent_together(send, [_kept_columns(self.parts)])
-        self.fixed = self._cut()
+        self._cut()
 
-    def _take(self, buckets: Sequence[BucketTables]) -> None:
-        self.buckets = tuple(buckets)
-        self.parts = [part for bucket in buckets for part in bucket.parts]
+    @property
+    def parts(self) -> list[TablePart]:
+        """Those of all buckets."""
+        return [part for bucket in self.buckets for part in bucket.parts]
 
     def with_places(self, places: Mapping[int, Sequence[torch.Tensor]]) -> KeptTables:
-        """The same with the columns of some buckets in other places; one copy to the device.
+        """The same with columns in other places, by one copy to the device; these stay, for kernels that are queued.
 
         Args:
-            places: by number of the bucket, of its parts.
+            places: by number of the bucket, of each of its parts.
         """
-        new = object.__new__(KeptTables)
-        new.__dict__.update(self.__dict__)
-        changed = dict.fromkeys(places)
-        parts = [
-            part if bucket not in changed else replace(part, places=places[bucket][which])
-            for bucket, tables in enumerate(self.buckets)
-            for which, part in enumerate(tables.parts)
-        ]
-        old = [self.buckets[bucket] for bucket in changed]
-        *made, new.columns = with_places(old, list(places.values()), self.send, _kept_columns(parts))
-        replaced = dict(zip(changed, made, strict=True))
-        new._take([replaced.get(bucket, tables) for bucket, tables in enumerate(self.buckets)])
-        if new.sizes() != self.fixed.sizes:
-            new.fixed = new._cut()
-        return new
-
-    def sizes(self) -> tuple[int, ...]:
-        """Kept columns of each part, to the last place."""
-        return tuple(part.kept.count for part in self.parts)
+        made = copy.copy(self)
+        buckets = list(self.buckets)
+        for number, of_parts in places.items():
+            buckets[number] = copy.copy(buckets[number])
+            pairs = zip(self.buckets[number].parts, of_parts, strict=True)
+            buckets[number].parts = tuple(replace(part, places=one) for part, one in pairs)
+        made.buckets = tuple(buckets)
+        arrays = [torch.cat(list(of_parts)).numpy() for of_parts in places.values()]
+        *sent, made.columns = sent_together(self.send, [*arrays, _kept_columns(made.parts)])
+        for number, there in zip(places, sent, strict=True):
+            buckets[number].place(buckets[number].parts, there)
+        if [part.runs[1].count for part in made.parts] != self.sizes:
+            made._cut()
+        return made
 
     def states(self, state: KeptState) -> Iterable[ColumnState]:
         """The state of each part's kept columns, views."""
-        counts = state.count.split(self.sizes())
-        for part, count in zip(self.parts, counts, strict=True):
-            yield ColumnState.over([part.kept.within(one) for one in (state.master, *state.moments)], count)
+        for part, count in zip(self.parts, state.count.split(self.sizes), strict=True):
+            yield ColumnState.over([part.runs[1].within(one) for one in (state.master, *state.moments)], count)
 
     def even(self, *, transposed: bool) -> bool:
         """Whether the rows and starts of those that are stored so allow accesses of 16 bytes."""
         parts = (part for bucket in self.buckets if bucket.transposed is transposed for part in bucket.parts)
-        return not any(part.rows % ALIGNED or part.kept_start % ALIGNED for part in parts)
+        return not any(part.rows % _ALIGNED or part.kept_start % _ALIGNED for part in parts)
 
-    def _cut(self) -> _KeptFixed:
-        sizes = self.sizes()
-        records = np.zeros((len(sizes), 8), np.int64)
-        before = np.cumsum([0, *sizes])
-        for which, (part, n) in enumerate(zip(self.parts, sizes, strict=True)):
-            records[which, :6] = part.rows, part.columns, n, part.kept_start, before[which], self.groups[which]
+    def _cut(self) -> None:
+        """Make the tables that depend on the number of kept columns alone."""
+        self.sizes = [part.runs[1].count for part in self.parts]
+        parts = list(zip(self.parts, self.sizes, np.cumsum([0, *self.sizes]).tolist(), self.groups, strict=False))
+        numbers = [(p.rows, p.columns, n, p.kept_start, first, group, 0, 0) for p, n, first, group in parts]
         flags = [bucket.transposed for bucket in self.buckets for _ in bucket.parts]
         tiles = []
         for flag, (block_n, block_r) in KEPT_TILES.items():
-            # One even where there are no rows: the counts are stored with the first.
-            blocks = (-(-n // block_n) * max(1, -(-part.rows // block_r)) for n, part in zip(sizes, self.parts, strict=True))
-            tiles.append(tiles_of([number if flag is is_so else 0 for number, is_so in zip(blocks, flags, strict=True)]))
-        counts = tiles_of([-(-n // COUNT_BLOCK) for n in sizes])
-        present = np.ones(len(sizes), np.uint8)
-        constants = np.ones(1, np.float32), np.zeros(1, np.bool_)
-        sent = sent_together(self.send, [records, *tiles, counts, present, *constants])
-        by_layout = dict(zip(KEPT_TILES, sent[1:3], strict=True))
-        scratch = torch.empty((3, int(before[-1])), dtype=torch.float32, device=sent[0].device)
-        return _KeptFixed(sizes, sent[0], by_layout, sent[3], scratch, *sent[4:])
+            # One even where there are no rows: counts are stored with the first.
+            blocks = [-(-n // block_n) * max(1, -(-part.rows // block_r)) for part, n, _, _ in parts]
+            tiles.append(tiles_of([number * (flag is own) for number, own in zip(blocks, flags, strict=True)]))
+        counts = tiles_of([-(-n // COUNT_BLOCK) for n in self.sizes])
+        rest = counts, np.ones(len(parts), np.uint8), np.ones(1, np.float32), np.zeros(1, np.bool_)
+        self.records, *by_layout, self.count_tiles, self.all_present, self.one, self.never = sent_together(
+            self.send, [np.array(numbers, np.int64), *tiles, *rest]
+        )
+        self.tiles = dict(zip(KEPT_TILES, by_layout, strict=True))
+        # Of each kept column what follows from its count in an update: the count, rate and inverse root.
+        self.scratch = torch.empty((3, sum(self.sizes)), dtype=torch.float32, device=self.records.device)
 
 
 def sent_together(send: Send, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
     """Arrays on the device, each aligned to 16 bytes, by one copy."""
-    parts, starts, at = [], [], 0
-    for array in arrays:
-        parts.append(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
-        starts.append(at)
-        parts.append(np.zeros(-array.nbytes % 16, np.uint8))
-        at += array.nbytes + len(parts[-1])
-    memory = send(torch.from_numpy(np.concatenate(parts)))
+    starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays)])
+    memory = np.zeros(max(16, starts[-1]), np.uint8)
+    for start, array in zip(starts, arrays, strict=False):
+        memory[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = send(torch.from_numpy(memory))
     return [
-        memory[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
+        there[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for start, array in zip(starts.tolist(), arrays, strict=False)
     ]
 
 
 def tiles_of(blocks: Sequence[int]) -> NDArray[np.int32]:
     """[sum of blocks, 2]: the part, and the block in it."""
-    part = np.repeat(np.arange(len(blocks)), blocks)
+    parts = np.repeat(np.arange(len(blocks)), blocks)
     first = np.repeat(np.cumsum([0, *blocks])[:-1], blocks)
-    return np.stack([part, np.arange(len(part)) - first], axis=1).astype(np.int32)
+    return np.stack([parts, np.arange(len(parts)) - first], axis=1).astype(np.int32)
 
 
-def _places(parts: Sequence[TablePart]) -> torch.Tensor:
-    return torch.cat([part.places for part in parts]) if parts else torch.empty(0, dtype=torch.int32, device="cpu")
+def split_tiles(tiles: torch.Tensor, blocks: Sequence[int], step: int) -> list[torch.Tensor]:
+    """Those of `step` parts each, views."""
+    ends = np.cumsum([0, *blocks]).tolist()
+    return [tiles[ends[low] : ends[min(low + step, len(blocks))]] for low in range(0, len(blocks), step)]
 
 
 def _kept_columns(parts: Sequence[TablePart]) -> NDArray[np.int32]:
-    """The column of each kept place; -1 where there is none."""
-    columns = [np.full(part.kept.count, -1, np.int32) for part in parts]
-    for column, part in zip(columns, parts, strict=True):
-        column[part.kept.places] = part.kept.columns
-    return np.concatenate(columns) if columns else np.empty(0, np.int32)
+    """The column in each kept place; -1 where there is none."""
+    found = []
+    for run in (part.runs[1] for part in parts):
+        found.append(np.full(run.count, -1, np.int32))
+        found[-1][run.places] = run.columns
+    return np.concatenate(found)

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -15,8 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
 from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, finite_or_zero
-from zenflow.kernels.bucket_launch import BucketKernels
-from zenflow.kernels.rule_numbers import RuleNumbers, rule_numbers
+from zenflow.kernels.bucket_launch import BucketKernels, RuleNumbers, rule_numbers
 from zenflow.rules import Hyper, Rule
 from zenflow.rules.base import per_count
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.tiers import combinations, fast
-from tests.support.zenflow.kernel_cases import BITS, DTYPES, Draw, bits, same
+from tests.support.zenflow.kernel_cases import DTYPES, Draw, bits, same
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
 from zenflow.kernels import Kernels
@@ -87,7 +87,9 @@ class Bucket:
         found = []
         for which, part in enumerate(self.tables.parts):
             for column, place in enumerate(part.places.tolist()):
-                start = part.sent_start + place * part.rows if place >= 0 else part.kept_start + (-1 - place) * part.rows
+                start = (
+                    part.sent_start + place * part.rows if place >= 0 else part.kept_start + (-1 - place) * part.rows
+                )
                 found.append((which, column, int(place < 0), start))
         return found
 
@@ -112,7 +114,8 @@ def test_columns_are_packed_summed_and_shown(
 ) -> None:  # fmt: skip
     draw = Draw(len(CASES) + len(shapes) + gap, CPU)
     bucket = Bucket(draw, shapes, dtype, share, transposed=transposed, gap=gap)
-    kernels.warm([bucket.tables])
+    kept = KeptTables([bucket.tables], [0] * len(shapes), Tensor.clone)
+    kernels.warm(RULES["lion"], [bucket.tables], [], [])
     for _ in range(2):  # the second time with columns in other places, and buffers that hold something else
         gradients: list[Tensor | None] = [
             bucket.stored(draw.values(rows, columns, odd=bool(which % 2)).to(dtype))
@@ -145,23 +148,44 @@ def test_columns_are_packed_summed_and_shown(
                 bucket.matrix(shown[which])[:, column] = arrived[start : start + shapes[which][0]]
         kernels.show_bucket(bucket.tables, bucket.weights, arrived)
         assert all(torch.equal(bits(one), bits(other)) for one, other in zip(bucket.weights, shown, strict=True))
-        bucket.tables = bucket.tables.with_places(bucket.drawn())
+        kept = kept.with_places({0: bucket.drawn()})
+        bucket.tables = kept.buckets[0]
 
 
 @pytest.mark.parametrize("kernels", ["triton"], indirect=True)
-def test_energies_do_not_depend_on_what_memory_held(kernels: Kernels) -> None:
-    """Bit for bit, twice, with memory that is not aligned the second time."""
+@pytest.mark.parametrize("transposed", [False, True])
+def test_memory_that_is_not_aligned_holds_the_same_bits(kernels: Kernels, transposed: bool) -> None:
+    """Views into larger memory, of a bucket whose sizes allow wide accesses."""
     draw = Draw(1, CPU)
-    bucket = Bucket(draw, [(160, 48), (48, 96)], torch.bfloat16, 0.2, transposed=False)
+    bucket = Bucket(draw, [(160, 48), (48, 96)], torch.bfloat16, 0.2, transposed=transposed)
+    assert bucket.tables.even
+    arrived = draw.values(bucket.sent).bfloat16()
+
+    def moved(tensor: Tensor, by: int) -> Tensor:
+        return torch.empty(tensor.numel() + by, dtype=tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
+
     found = []
-    for offset in (0, 1):
-        memory = [torch.empty(rows * columns + 1, dtype=torch.bfloat16)[offset:] for rows, columns in bucket.shapes]
-        gradients = [one[: weight.numel()].view(weight.shape).copy_(weight) for one, weight in zip(memory, bucket.weights, strict=True)]
-        buffers = torch.empty(bucket.sent + 1, dtype=torch.bfloat16)[offset:], torch.empty(bucket.kept, dtype=torch.bfloat16)
-        energies = torch.full((144,), float("nan"))
-        kernels.pack_bucket(bucket.tables, gradients, *buffers, energies)
-        found.append((energies, buffers[0][: bucket.sent], buffers[1]))
-    assert all(same(one, other) for one, other in zip(*found, strict=True))
+    for by in (0, 1, 8):
+        weights, buffer = (
+            [moved(weight, by) for weight in bucket.weights],
+            moved(torch.empty(bucket.sent), by).bfloat16(),
+        )
+        energies, kept = torch.full((144,), float("nan")), torch.empty(bucket.kept).bfloat16()
+        kernels.pack_bucket(bucket.tables, weights, buffer, kept, energies)
+        kernels.show_bucket(bucket.tables, weights, moved(arrived, by))
+        found.append((energies, buffer, kept, *weights))
+    for other in found[1:]:
+        assert all(same(one, again) for one, again in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("kernels", ["triton"], indirect=True)
+def test_weights_that_are_shared_lazily_stay_so(kernels: Kernels) -> None:
+    bucket = Bucket(Draw(2, CPU), [(16, 32)], torch.float32, 0.5, transposed=False)
+    (weight,) = bucket.weights
+    clone = weight._lazy_clone()
+    kernels.show_bucket(bucket.tables, [weight], torch.zeros(bucket.sent))
+    assert torch._C._is_cow_tensor(weight)  # type: ignore[attr-defined]
+    assert bool((clone == 0).any())
 
 
 UPDATES = combinations(
@@ -201,7 +225,7 @@ def test_kept_columns_are_updated_as_by_the_eager_rule(
     hypers: list[Hyper] = [rule.hyper(settings[0]), rule.hyper({**settings[1], "weight_decay": 0.0})]
     present = [which % 3 != 1 for which in range(len(parts))] if missing else None
     tables = KeptTables([bucket.tables for bucket in buckets], groups, Tensor.clone)
-    counted = sum(tables.sizes())
+    counted = sum(tables.sizes)
     count = draw.integers(0, 5000, counted).int()
     count[::2] = draw.integers(0, 3, len(count[::2])).int()
     streams = [draw.values(start, odd=bool(gap)) for _ in range(1 + rule.moments)]
@@ -211,7 +235,7 @@ def test_kept_columns_are_updated_as_by_the_eager_rule(
     states = [KeptState(streams[0].clone(), tuple(s.clone() for s in streams[1:]), count.clone()) for _ in range(2)]
     weights = [[weight.clone() for bucket in buckets for weight in bucket.weights] for _ in range(2)]
     number = None if factor is None else torch.tensor(factor)
-    kernels.warm([], tables, hypers)
+    kernels.warm(rule, [], [(tables, states[0])], hypers)
     for step in range(3):
         gradients = draw.values(start, odd=bool(gap)).to(dtype)
         skips = None if skip is None else torch.tensor(skip and step == 1)
@@ -224,8 +248,10 @@ def test_kept_columns_are_updated_as_by_the_eager_rule(
         ours, theirs = ([(one.count, one.master, *one.moments) for one in of] for of in map(tables.states, states))
         for part, one, other in zip(tables.parts, ours, theirs, strict=True):
             for a, b in zip(one, other, strict=True):  # what has no column is nobody's
-                assert torch.equal(a[part.kept.places], b[part.kept.places]) if a.dtype == torch.int32 else same(
-                    a[part.kept.places], b[part.kept.places]
+                assert (
+                    torch.equal(a[part.runs[1].places], b[part.runs[1].places])
+                    if a.dtype == torch.int32
+                    else same(a[part.runs[1].places], b[part.runs[1].places])
                 )
         assert all(same(a, b) for a, b in zip(*weights, strict=True))
         if step == 0:
