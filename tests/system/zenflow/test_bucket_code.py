@@ -104,7 +104,7 @@ def made(folder: Path, *, everything: bool) -> list[tuple[dict[str, object], dic
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
-    return [tuple(one) for one in json.loads(done.stdout)]  # type: ignore[misc]
+    return [tuple(one) for one in json.loads(done.stdout)]
 
 
 @pytest.mark.smoke
