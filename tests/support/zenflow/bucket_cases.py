@@ -112,7 +112,7 @@ PACKED = combinations(
     transposed=(False, True),
     missing=(False, True),
     gap=(0, 2),
-)
+)[:: fast(1, all_of=5)]
 UPDATES = combinations(
     name=NAMES,
     dtype=DTYPES,
@@ -121,7 +121,7 @@ UPDATES = combinations(
     skip=(None, False, True),
     missing=(False, True),
     gap=(0, 1),
-)[:: fast(2, all_of=3)]
+)[:: fast(2, all_of=11)]
 
 
 class BucketCases:
