@@ -80,7 +80,7 @@ class BucketKernels(Kernels):
         there = tables.all_present
         if present is not None and not all(present):
             (there,) = sent_together(tables.send, [np.array(present, np.uint8)])
-        counts = state.count, tables.scratch[0].view(torch.int32), tables.scratch[1], tables.scratch[2]
+        counts = state.count, *tables.of_counts
         count = launcher(bucket_kernels.count_kept, RULE=kind, BLOCK=COUNT_BLOCK)
         in_all = tables.count_tiles, tables.records, found.wide, found.powers
         count(len(tables.count_tiles), device, found.last, *in_all, *counts)
@@ -94,7 +94,7 @@ class BucketKernels(Kernels):
                 RULE=kind,
                 L2=kind in ("adagrad", "sgd") or isinstance(hypers[0], AdamHyper),
                 ELEMENT=ELEMENTS[tables.buckets[0].dtype],
-                EVEN=tables.even(transposed=transposed) and not any(address % 16 for address in reached),
+                EVEN=tables.even[transposed] and not any(address % 16 for address in reached),
                 TRANSPOSED=transposed,
                 BLOCK_N=block_n,
                 BLOCK_R=block_r,

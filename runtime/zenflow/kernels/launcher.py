@@ -77,7 +77,7 @@ class Launcher:
     def _compiled(self, device: torch.device, args: Sequence[Any]) -> tuple[Any, Any, Any] | None:
         if isinstance(self.kernel, InterpretedFunction):
             return None
-        with torch.cuda.device_of(torch.empty(0, device=device)):
+        with torch.cuda.device_of(torch.empty(0, dtype=torch.uint8, device=device)):
             compiled = self.kernel.warmup(*args, grid=(1,), **self._constants, **self._options)
             try:
                 return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it

@@ -209,18 +209,15 @@ class KeptTables:
         for part, count in zip(self.parts, state.count.split(self.sizes), strict=True):
             yield ColumnState.over([part.runs[1].within(one) for one in (state.master, *state.moments)], count)
 
-    def even(self, *, transposed: bool) -> bool:
-        """Whether the rows and starts of those that are stored so allow accesses of 16 bytes."""
-        parts = (part for bucket in self.buckets if bucket.transposed is transposed for part in bucket.parts)
-        return not any(part.rows % _ALIGNED or part.kept_start % _ALIGNED for part in parts)
-
     def _cut(self) -> None:
         """Make the tables that depend on the number of kept columns alone."""
         self.sizes = [part.runs[1].count for part in self.parts]
         parts = list(zip(self.parts, self.sizes, np.cumsum([0, *self.sizes]).tolist(), self.groups, strict=False))
         numbers = [(p.rows, p.columns, n, p.kept_start, first, group, 0, 0) for p, n, first, group in parts]
         flags = [bucket.transposed for bucket in self.buckets for _ in bucket.parts]
-        tiles = []
+        tiles, self.even = [], dict.fromkeys(KEPT_TILES, True)  # by whether weights are stored transposed
+        for part, flag in zip(self.parts, flags, strict=True):
+            self.even[flag] &= not (part.rows % _ALIGNED or part.kept_start % _ALIGNED)
         for flag, (block_n, block_r) in KEPT_TILES.items():
             # One even where there are no rows: counts are stored with the first.
             blocks = [-(-n // block_n) * max(1, -(-part.rows // block_r)) for part, n, _, _ in parts]
@@ -231,8 +228,9 @@ class KeptTables:
             self.send, [np.array(numbers, np.int64), *tiles, *rest]
         )
         self.tiles = dict(zip(KEPT_TILES, by_layout, strict=True))
-        # Of each kept column what follows from its count in an update: the count, rate and inverse root.
-        self.scratch = torch.empty((3, sum(self.sizes)), dtype=torch.float32, device=self.records.device)
+        # Of each kept column what follows from its count in an update: the new count, rate and inverse root.
+        scratch = torch.empty((3, sum(self.sizes)), dtype=torch.float32, device=self.records.device)
+        self.of_counts = scratch[0].view(torch.int32), scratch[1], scratch[2]
 
 
 def sent_together(send: Send, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:

@@ -20,8 +20,12 @@ folder = Path(sys.argv[1])
 source = (Path(triton.__file__).parent / "backends/nvidia/driver.c").read_text()
 names = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", source)) | set(re.findall(r"GetFunctionHandle\(\w+,\s*(\w+)\)", source))
 names = sorted(names - {"cuPointerGetAttribute", "cuGetErrorString"} | {"cuLaunchKernel", "cuLaunchKernelEx"})
-lines = ["int launches;", "int cuPointerGetAttribute(unsigned long long *to, int a, unsigned long long from) { *to = from; return 0; }",
-         'int cuGetErrorString(int e, const char **to) { *to = "stub"; return 0; }']
+lines = [
+    "typedef unsigned long long Address;",
+    "int launches;",
+    "int cuPointerGetAttribute(Address *to, int which, Address of) { *to = of; return 0; }",
+    'int cuGetErrorString(int error, const char **to) { *to = "stub"; return 0; }',
+]
 lines += [f"int {name}() {{ {'launches++;' if 'cuLaunchKernel' in name else ''} return 0; }}" for name in names]
 (folder / "stub.c").write_text("\n".join(lines))
 library = folder / "libcuda.so.1"
@@ -62,7 +66,8 @@ def counted(call):
     return launches.value, len(looked) - before
 
 def bucket(weights):
-    parts = [TablePart(16, 32, torch.arange(-8, 24, dtype=torch.int32), i * 24 * 16, i * 8 * 16) for i in range(weights)]
+    places = torch.arange(-8, 24, dtype=torch.int32)
+    parts = [TablePart(16, 32, places, i * 24 * 16, i * 8 * 16) for i in range(weights)]
     return BucketTables(parts, torch.bfloat16, torch.Tensor.clone)
 
 kernels, rule, found = TritonKernels(), RULES["adamw"], {}
@@ -70,8 +75,8 @@ hyper = rule.hyper({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_deca
 for weights in (1, 7, 9):
     tables = bucket(weights)
     kept = KeptTables([tables], [0] * weights, torch.Tensor.clone)
-    state = KeptState(torch.zeros(weights * 128),
-                      (torch.zeros(weights * 128), torch.zeros(weights * 128)), torch.zeros(weights * 8, dtype=torch.int32))
+    streams = [torch.zeros(weights * 128) for _ in range(3)]
+    state = KeptState(streams[0], (streams[1], streams[2]), torch.zeros(weights * 8, dtype=torch.int32))
     kernels.warm(rule, [tables], [(kept, state)], [hyper])
     of = [torch.zeros(16, 32, dtype=torch.bfloat16) for _ in range(weights)]
     sent, flat = torch.zeros(weights * 384, dtype=torch.bfloat16), torch.zeros(weights * 128, dtype=torch.bfloat16)
@@ -82,8 +87,8 @@ for weights in (1, 7, 9):
     ]
 
 def total(launcher):
-    tiles = torch.zeros((1, 2), dtype=torch.int32)
-    return lambda: launcher(1, tiles.device, 1, tiles, torch.zeros((1, 8), dtype=torch.int64), torch.zeros(1), torch.zeros(1))
+    tiles, records = torch.zeros((1, 2), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.int64)
+    return lambda: launcher(1, tiles.device, 1, tiles, records, torch.zeros(1), torch.zeros(1))
 
 def made():
     return Launcher(bucket_kernels.sum_partials, 4, {"BLOCK_R": 64, "BLOCK_C": 128})
