@@ -209,6 +209,19 @@ class BucketCases:
             found.append(buffers[2].cpu())
         assert torch.equal(*found)
 
+    @pytest.mark.parametrize("missing", [(), (31, 32), (63,), (5, 64, 69)], ids=str)
+    def test_many_weights_of_which_some_have_no_gradient(
+        self, kernels: Kernels, device: torch.device, missing: tuple[int, ...]
+    ) -> None:
+        """More than one launch sums."""
+        bucket = Bucket(Draw(4, CPU), [(2, 1)] * 70, torch.float32, 0.0, transposed=True)
+        gradients = [None if which in missing else torch.ones(1, 2) for which in range(70)]
+        sent, energies = torch.zeros(140, device=device), torch.zeros(70, device=device)
+        tables = bucket.tables(device)
+        kernels.pack_bucket(tables, on(device, gradients), sent, sent[:0], energies)
+        assert sent.tolist() == [float(which // 2 not in missing) for which in range(140)]
+        assert energies.tolist() == [2.0 * (which not in missing) for which in range(70)]
+
     @pytest.mark.parametrize(("name", "dtype", "shapes", "factor", "skip", "missing", "gap"), UPDATES, ids=str)
     def test_kept_columns_are_updated_as_by_the_eager_rule_on_the_cpu(
         self, kernels: Kernels, device: torch.device, name: str, dtype: torch.dtype, shapes: str,
@@ -266,4 +279,5 @@ class BucketCases:
             if step == 0:
                 moved = {number: buckets[number].moved() for number in (2, 0)}
                 tables = [table.with_places(moved) for table in tables]
+                hypers = [rule.hyper({**settings[0], "lr": 0.3}), hypers[1]]
                 assert torch.equal(tables[1].buckets[0].places.cpu(), torch.cat(moved[0]))

@@ -72,7 +72,7 @@ def bucket(weights):
 
 kernels, rule, found = TritonKernels(), RULES["adamw"], {}
 hyper = rule.hyper({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1})
-for weights in (1, 7, 9):
+for weights in (1, 7, 9, 70):
     tables = bucket(weights)
     kept = KeptTables([tables], [0] * weights, torch.Tensor.clone)
     streams = [torch.zeros(weights * 128) for _ in range(3)]
@@ -137,7 +137,7 @@ def test_kernels_are_launched_by_what_was_compiled(tmp_path: Path) -> None:
     found = launched(tmp_path)
     once = [[2, 0], [1, 0], [2, 0]]  # packed and summed; shown; counted and updated
     assert (found["1"], found["7"]) == (once, once), "of 7 weights as many as of one"
-    assert found["9"] == [[3, 0], [2, 0], [2, 0]]
+    assert (found["9"], found["70"]) == ([[3, 0], [2, 0], [2, 0]], [[11, 0], [9, 0], [2, 0]])
     # Another release of Triton: each launch is made by `kernel[grid]`.
     assert found["other arguments"] == [[1, 1], [1, 1]]
     assert found["other names"] == [[1, 1], [1, 1]]

@@ -11,6 +11,7 @@ from zenflow.host.native import load_native
 from zenflow.kernels import Kernels
 from zenflow.kernels.base import EagerKernels
 from zenflow.kernels.native import NativeKernels
+from zenflow.kernels.tables import KeptTables
 
 if torch.cuda.is_available():  # one process has either the interpreter or the compiler
     pytest.skip("a CUDA device is here: tests/system/gpu compares the compiled kernels", allow_module_level=True)
@@ -23,6 +24,21 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
+
+
+def test_other_numbers_of_kept_columns_make_other_tables() -> None:
+    draw = Draw(5, CPU)
+    buckets = [Bucket(draw, [(9, 40), (300, 7)], torch.float32, share, transposed=share > 0.5) for share in (0.2, 0.9)]
+    tables = KeptTables([bucket.tables(CPU) for bucket in buckets], [0, 1, 1, 0], torch.Tensor.clone)
+    buckets[1].counts = [3, 5]
+    moved = tables.with_places({1: buckets[1].moved()})
+    new = KeptTables([bucket.tables(CPU) for bucket in buckets], [0, 1, 1, 0], torch.Tensor.clone)
+    assert (tables.sizes, moved.sizes) == ([8, 1, 36, 6], [8, 1, 3, 5])
+    for one, other in zip((moved, *moved.buckets), (new, *new.buckets), strict=True):
+        for name, value in vars(other).items():
+            assert not isinstance(value, torch.Tensor) or torch.equal(value, getattr(one, name)), name
+    for flag, tiles in new.tiles.items():
+        assert torch.equal(moved.tiles[flag], tiles)
 
 
 class OnTheCpu(BucketCases):
