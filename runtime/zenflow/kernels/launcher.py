@@ -50,21 +50,23 @@ class Launcher:
         Args:
             programs: how many; with 0 nothing is launched.
             device: of all tensors.
-            args: the kernel's arguments: tensors on the device, numbers, None always in the same places.
+            args: the kernel's arguments: tensors on the device, numbers, None; always of the same dtypes.
             reaches: tensors (or None) that the kernel reaches by addresses among its arguments.
         """
         if not programs:
             return
         if device.index not in self._started:
-            self._started[device.index] = self._compiled(device, args)
+            with torch.cuda.device_of(_tensor(args)):
+                self._started[device.index] = self._compiled(args)
         started = self._started[device.index]
         if started is None:
-            plain_launch(self.kernel, programs, args, self._constants | self._options, reaches)
+            with torch.cuda.device_of(_tensor(args)):
+                plain_launch(self.kernel, programs, args, self._constants | self._options, reaches)
             return
         active = driver.active
         if device.index not in (None, active.get_current_device()):
             with torch.cuda.device(device):
-                self(programs, device, *args)
+                self(programs, device, *args, reaches=reaches)
             return
         run, function, metadata = started
         stream = active.get_current_stream(device.index or 0)
@@ -72,17 +74,20 @@ class Launcher:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *args, *self._constants.values())
         except TypeError:  # another release's takes other arguments, and has launched nothing
             self._started[device.index] = None
-            self(programs, device, *args)
+            self(programs, device, *args, reaches=reaches)
 
-    def _compiled(self, device: torch.device, args: Sequence[Any]) -> tuple[Any, Any, Any] | None:
+    def _compiled(self, args: Sequence[Any]) -> tuple[Any, Any, Any] | None:
         if isinstance(self.kernel, InterpretedFunction):
             return None
-        with torch.cuda.device_of(torch.empty(0, dtype=torch.uint8, device=device)):
-            compiled = self.kernel.warmup(*args, grid=(1,), **self._constants, **self._options)
-            try:
-                return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it
-            except AttributeError:
-                return None
+        compiled = self.kernel.warmup(*args, grid=(1,), **self._constants, **self._options)
+        try:
+            return compiled.run, compiled.function, compiled.packed_metadata  # `run` loads it
+        except AttributeError:
+            return None
+
+
+def _tensor(args: Sequence[Any]) -> torch.Tensor:
+    return next(one for one in args if isinstance(one, torch.Tensor))
 
 
 def plain_launch(

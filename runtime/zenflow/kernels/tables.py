@@ -81,7 +81,7 @@ class BucketTables:
     """The weights of one bucket, in one dtype, and the place of each of their columns.
 
     Args:
-        parts: one a weight.
+        parts: one a weight, at least one.
         dtype: of the weights and their gradients.
         send: to the device.
         transposed: whether weights and gradients are stored [columns, rows]: a column is contiguous. So are vectors
@@ -187,7 +187,7 @@ class KeptTables:
         """The same with columns in other places, by one copy to the device; these stay, for kernels that are queued.
 
         Args:
-            places: by number of the bucket, of each of its parts.
+            places: by number of the bucket, of each of its parts. These buckets' tables are then new ones, too.
         """
         made = copy.copy(self)
         buckets = list(self.buckets)

@@ -12,7 +12,7 @@ from zenflow.kernels import Kernels, kernels_for
 pytestmark = pytest.mark.gpu
 
 
-class TestOnAGpu(BucketCases, GpuKernelCases):
+class OnAGpu:
     @pytest.fixture
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -24,3 +24,11 @@ class TestOnAGpu(BucketCases, GpuKernelCases):
         kernels = kernels_for(device)
         assert kernels.name == "triton"
         return kernels
+
+
+class TestOnAGpu(OnAGpu, GpuKernelCases):
+    pass
+
+
+class TestBucketsOnAGpu(OnAGpu, BucketCases):
+    pass
