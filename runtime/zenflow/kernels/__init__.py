@@ -86,9 +86,9 @@ __all__ = [
     "MODES",
     "BucketTables",
     "ColumnUpdate",
-    "Kernels",
     "KeptState",
     "KeptTables",
+    "Kernels",
     "TablePart",
     "kernels_for",
 ]
