@@ -15,6 +15,7 @@ import torch
 
 from zenflow.errors import ConfigError, HostEngineError, UnsupportedError
 from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
+from zenflow.kernels.tables import BucketTables, KeptState, KeptTables, TablePart
 from zenflow.names import did_you_mean
 
 MODES = ("auto", "eager", "native", "triton")
@@ -81,4 +82,13 @@ def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
     return kernels
 
 
-__all__ = ["MODES", "ColumnUpdate", "Kernels", "kernels_for"]
+__all__ = [
+    "MODES",
+    "BucketTables",
+    "ColumnUpdate",
+    "KeptState",
+    "KeptTables",
+    "Kernels",
+    "TablePart",
+    "kernels_for",
+]

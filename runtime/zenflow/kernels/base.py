@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from zenflow.kernels.tables import BucketTables, KeptState, KeptTables
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -179,6 +180,122 @@ class Kernels(ABC):
             factor: as for `update`, the same for all.
             skip: likewise.
         """
+
+    def pack_bucket(
+        self,
+        tables: BucketTables,
+        gradients: Sequence[torch.Tensor | None],
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        energies: torch.Tensor,
+    ) -> None:
+        """Copy the columns of a bucket's gradients to their places, bit for bit, and sum their squares.
+
+        Args:
+            tables: of the bucket.
+            gradients: of each part, in the weight's own shape and the bucket's dtype, contiguous; None: nothing of it
+                is written.
+            sent: flat, in the bucket's dtype, `tables.sent_elements` at least.
+            kept: flat, in the bucket's dtype: the kept columns.
+            energies: flat fp32, of all parts' columns; on the CPU those of `energies` bit for bit, but for Triton's
+                interpreter.
+        """
+        of_parts = zip(tables.parts, gradients, tables.indices, energies.split(tables.columns), strict=True)
+        for part, gradient, indices, sums in of_parts:
+            if gradient is None:
+                continue
+            matrix = tables.matrix(part, gradient)
+            for run, (columns, places), buffer in zip(part.runs, indices, (sent, kept), strict=True):
+                if places is None:
+                    self.pack(matrix, columns, into=run.within(buffer))
+                else:
+                    run.within(buffer).index_copy_(0, places, self.pack(matrix, columns))
+            sums.copy_(self.energies(matrix))
+
+    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+        """Write the columns that were sent, and have been updated, into the weights.
+
+        Args:
+            tables: of the bucket.
+            weights: of each part, in the bucket's dtype, contiguous; None: it is left as it is. Nothing else writes to
+                them at the same time, not even to other columns.
+            rows: flat, in the bucket's dtype and in the layout of what was sent.
+        """
+        for part, weight, indices in zip(tables.parts, weights, tables.indices, strict=True):
+            if weight is not None:
+                self._show(tables.matrix(part, weight), indices[0], part.runs[0].within(rows))
+
+    def update_kept(
+        self,
+        rule: Rule,
+        tables: KeptTables,
+        weights: Sequence[torch.Tensor | None],
+        gradients: torch.Tensor,
+        state: KeptState,
+        hypers: Sequence[Hyper],
+        *,
+        longest: int,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+        present: Sequence[bool] | None = None,
+    ) -> None:
+        """Update all kept columns, and write them into the weights as `update` does.
+
+        Args:
+            rule: the update rule.
+            tables: of the weights' buckets.
+            weights: of each part of all buckets, contiguous; None: the weight is not written.
+            gradients: flat, in the buckets' dtype: the kept columns.
+            state: changed in place; it may become anything in places without a column.
+            hypers: by number of the parameter group, all of the rule's own type.
+            longest: no update count is larger after this update.
+            factor: as for `update`, the same for all.
+            skip: likewise.
+            present: of each part, whether it has a gradient; without one it stays as it is. None: all have.
+        """
+        runs = [run for bucket in tables.buckets for run in zip(bucket.parts, bucket.indices, strict=True)]
+        views = [bucket.matrix for bucket in tables.buckets for _ in bucket.parts]
+        everything = zip(runs, views, weights, tables.groups, tables.states(state), strict=True)
+        some = [one for at, one in enumerate(everything) if present is None or present[at]]
+        updates = [
+            ColumnUpdate(of_part, part.runs[1].within(gradients).t(), None, hypers[group])
+            for (part, _), _, _, group, of_part in some
+        ]
+        self.update_many(rule, updates, factor=factor, skip=skip)
+        for (part, indices), view, weight, _, of_part in some:
+            if weight is not None:
+                self._show(view(part, weight), indices[1], of_part.master)
+
+    def _show(self, matrix: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor) -> None:
+        columns, places = index
+        if len(columns):
+            self.scatter(matrix, columns, rows if places is None else rows.index_select(0, places))
+
+    def warm(
+        self,
+        rule: Rule,
+        buckets: Sequence[BucketTables],
+        kept: Sequence[tuple[KeptTables, KeptState]],
+        hypers: Sequence[Hyper],
+    ) -> None:
+        """Compile, load and send all that steps need which does not change: launches that write nothing.
+
+        Args:
+            rule: the update rule.
+            buckets: all of them.
+            kept: their kept columns, of each dtype.
+            hypers: as for `update_kept`.
+        """
+        for tables in buckets:
+            nothing: list[None] = [None] * len(tables.parts)
+            empty = torch.empty(0, dtype=tables.dtype, device=tables.places.device)
+            energies = torch.empty(sum(tables.columns), dtype=torch.float32, device=empty.device)
+            self.pack_bucket(tables, nothing, empty, empty, energies)
+            self.show_bucket(tables, nothing, empty)
+        for of_dtype, state in kept:
+            empty = torch.empty(0, dtype=of_dtype.buckets[0].dtype, device=of_dtype.columns.device)
+            never = [False] * len(of_dtype.groups)
+            self.update_kept(rule, of_dtype, [None] * len(never), empty, state, hypers, longest=1, present=never)
 
 
 def _down(rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from triton.runtime.interpreter import InterpretedFunction
@@ -15,10 +14,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
 from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, finite_or_zero
-from zenflow.rules import Hyper, Rule, SGDHyper
-from zenflow.rules.adaptive import AdagradHyper, AdamHyper, AdamWHyper
-from zenflow.rules.base import per_count, root
-from zenflow.rules.momentum import LionHyper
+from zenflow.kernels.bucket_launch import BucketKernels, RuleNumbers, rule_numbers
+from zenflow.rules import Hyper, Rule
+from zenflow.rules.base import per_count
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -27,19 +25,6 @@ _STATE_TILE, _COPY_TILE, _SUM_TILE = 1024, 4096, 2048
 # Programs that a sum is cut into where its columns alone do not make as many: fixed, so that the order of summation
 # depends on the shape and not on the device.
 _SUM_PROGRAMS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """One update's scalars as `update_columns` takes them; see there."""
-
-    kind: str
-    scalars: tuple[float, ...]
-    """lr, decay, weight_decay, eps, mix1, mix2, keep."""
-    l2: bool = False
-    nesterov: bool = False
-    per_column: tuple[Any, ...] = ()
-    """What depends on a column's update count, for `per_count`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +37,7 @@ class _Counts:
     inverse_root: torch.Tensor | None = None
 
 
-class TritonKernels(Kernels):
+class TritonKernels(BucketKernels):
     """One launch for each method, and one of torch for an importance whose rows are cut into parts.
 
     The updates of a step take a dozen more, for what depends on their counts.
@@ -138,10 +123,10 @@ class TritonKernels(Kernels):
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        together: dict[Hyper, tuple[_Numbers, list[ColumnUpdate]]] = {}
+        together: dict[Hyper, tuple[RuleNumbers, list[ColumnUpdate]]] = {}
         others = []
         for one in updates:
-            numbers = _numbers(one.hyper) if _known(one) else None
+            numbers = rule_numbers(one.hyper) if _known(one) else None
             if numbers is None:
                 others.append(one)
             else:
@@ -161,7 +146,7 @@ def _known(one: ColumnUpdate) -> bool:
     )
 
 
-def _counts(numbers: _Numbers, updates: Sequence[ColumnUpdate]) -> list[_Counts]:
+def _counts(numbers: RuleNumbers, updates: Sequence[ColumnUpdate]) -> list[_Counts]:
     """The counts of all updates and what follows from them, made at once: it takes a dozen launches."""
     sizes = [len(one.state.count) for one in updates]
     updated = torch.cat([one.state.count for one in updates]) + 1
@@ -203,7 +188,7 @@ def _why(error: Exception) -> str:
 
 
 def _update(
-    numbers: _Numbers, one: ColumnUpdate, counts: _Counts, factor: torch.Tensor | None, skip: torch.Tensor | None
+    numbers: RuleNumbers, one: ColumnUpdate, counts: _Counts, factor: torch.Tensor | None, skip: torch.Tensor | None
 ) -> None:
     state, gradient, weights = one.state, one.gradient, one.weights
     n, rows = state.master.shape
@@ -259,37 +244,6 @@ def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, finite: bool) -> N
             BLOCK_R=block_r,
             enable_fp_fusion=False,
         )
-
-
-def _numbers(hyper: Hyper) -> _Numbers | None:
-    """What the kernel takes for a rule's hyperparameters; None for a rule that it does not know."""
-    lr = hyper.lr
-    if isinstance(hyper, (AdamWHyper, AdamHyper)):
-        beta1, beta2 = hyper.beta1, hyper.beta2
-        return _Numbers(
-            "adam",
-            (0.0, hyper.decay, hyper.weight_decay, hyper.eps, 1 - beta1, 1 - beta2, beta2),
-            l2=isinstance(hyper, AdamHyper) and hyper.weight_decay != 0,
-            per_column=(lambda c: lr / (1 - beta1**c), lambda c: 1 / root(1 - beta2**c)),
-        )
-    if isinstance(hyper, AdagradHyper):
-        lr_decay = hyper.lr_decay
-        return _Numbers(
-            "adagrad",
-            (0.0, 1.0, hyper.weight_decay, hyper.eps, 0.0, 0.0, 0.0),
-            l2=hyper.weight_decay != 0,
-            per_column=(lambda c: lr / (1 + (c - 1) * lr_decay),),
-        )
-    if isinstance(hyper, LionHyper):
-        return _Numbers("lion", (lr, hyper.decay, 0.0, 0.0, 1 - hyper.beta1, 1 - hyper.beta2, 0.0))
-    if isinstance(hyper, SGDHyper):
-        return _Numbers(
-            "sgd",
-            (lr, 1.0, hyper.weight_decay, 0.0, 1 - hyper.dampening, 0.0, hyper.momentum),
-            l2=hyper.weight_decay != 0,
-            nesterov=hyper.nesterov,
-        )
-    return None
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,8 @@ class SimulatedCuda:
         self.allocated_bytes = self.peak_bytes = 0
         """Of the device's memory."""
         self.lock = threading.RLock()
+        self.reached: Sequence[Any] = ()
+        """What the next kernel of Triton reaches by addresses."""
         self.streams: list[Stream] = []
         self.seen: Clock = {}
         """What the host knows to be over."""
@@ -281,7 +283,7 @@ class SimulatedCuda:
     def launch_triton(self, plain: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for a launch in Triton's interpreter: what it wrote is found by comparing."""
         with self.lock:
-            ours = [one for one in leaves((args, kwargs)) if isinstance(one, SimulatedTensor)]
+            ours = [one for one in leaves((args, kwargs, self.reached)) if isinstance(one, SimulatedTensor)]
             if not ours:
                 return plain(executor, *args, **kwargs)
             stream = self.current_stream()
@@ -446,8 +448,12 @@ def simulated_cuda(*, arrival: float = 0.3, seed: int = 0, kernels: str = "eager
             if kernels == "triton":
                 from triton.runtime.interpreter import GridExecutor
 
+                from zenflow.kernels import launcher
+
                 launch = functools.partialmethod(_launched, GridExecutor.__call__)
                 replaced.enter_context(mock.patch.object(GridExecutor, "__call__", launch))
+                reaching = functools.partial(_reaching, launcher.plain_launch)
+                replaced.enter_context(mock.patch.object(launcher, "plain_launch", reaching))
             replaced.enter_context(mock.patch.dict(os.environ, ZENFLOW_KERNELS=kernels))
             yield gpu
     finally:
@@ -457,6 +463,19 @@ def simulated_cuda(*, arrival: float = 0.3, seed: int = 0, kernels: str = "eager
 
 def _launched(executor: Any, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     running().launch_triton(plain, executor, *args, **kwargs)
+
+
+def _reaching(
+    plain: Callable[..., None], kernel: Any, programs: int, args: Sequence[Any], options: Any, reaches: Sequence[Any]
+) -> None:
+    """Launch what reaches memory by addresses, too."""
+    gpu = running()
+    with gpu.lock:
+        gpu.reached = reaches
+        try:
+            plain(kernel, programs, args, options, reaches)
+        finally:
+            gpu.reached = ()
 
 
 def _stand_ins(gpu: SimulatedCuda) -> Iterator[tuple[Any, str, Any]]:

@@ -52,6 +52,9 @@ class SimulatedTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()
 
+    def const_data_ptr(self) -> int:
+        return int(self.held.const_data_ptr())  # type: ignore[attr-defined]
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.held.untyped_storage()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.zenflow.bucket_cases import BucketCases
 from tests.support.zenflow.gpu_cases import GpuKernelCases
 from zenflow.kernels import Kernels, kernels_for
 
 pytestmark = pytest.mark.gpu
 
 
-class TestOnAGpu(GpuKernelCases):
+class OnAGpu:
     @pytest.fixture
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -23,3 +24,11 @@ class TestOnAGpu(GpuKernelCases):
         kernels = kernels_for(device)
         assert kernels.name == "triton"
         return kernels
+
+
+class TestOnAGpu(OnAGpu, GpuKernelCases):
+    pass
+
+
+class TestBucketsOnAGpu(OnAGpu, BucketCases):
+    pass

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.zenflow.bucket_cases import BucketCases
 from tests.support.zenflow.device_cases import WINDOWS, RuntimeCases
 from tests.support.zenflow.gpu_cases import GpuKernelCases
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
@@ -39,7 +40,7 @@ class _There:
         return kernels_for, (DEVICE,)
 
 
-class TestOnTheSimulatedGpu(GpuKernelCases):
+class TestOnTheSimulatedGpu(BucketCases, GpuKernelCases):
     large = 75, 140, 31
 
     @pytest.fixture
