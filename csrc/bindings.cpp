@@ -192,6 +192,47 @@ zenflow::ColumnUpdate make_update(const std::string& rule, std::size_t n, std::s
     return update;
 }
 
+// Kept columns of several weights, whose gradients are packed: what does not change from step to step.
+struct PackedUpdates {
+    std::vector<zenflow::ColumnUpdate> updates;
+    std::vector<std::size_t> weights;  // of each, the number of its weight
+
+    void run(const std::vector<Address>& addresses, const std::vector<HyperArgument>& hypers, float factor, bool skip,
+             std::size_t threads) {
+        std::vector<zenflow::Hyper> made;
+        for (const HyperArgument& hyper : hypers) made.push_back(hyper_of(hyper));
+        for (std::size_t i = 0; i < updates.size(); ++i) {
+            updates[i].weights.data = at<std::byte>(addresses.at(weights[i]));
+            updates[i].hyper = made.at(weights[i]);
+            updates[i].factor = factor;
+            updates[i].skip = skip;
+        }
+        const nb::gil_scoped_release unlocked;
+        zenflow::update_columns(updates, threads);
+    }
+};
+
+using PackedArgument = std::tuple<std::size_t, std::size_t, std::size_t, Address, std::vector<Address>, Address,
+                                  Address, std::int64_t, std::int64_t, Address, std::size_t>;
+
+PackedUpdates make_packed(const std::string& rule, const std::string& dtype, const std::string& weights_dtype,
+                          const std::vector<PackedArgument>& parts) {
+    PackedUpdates made;
+    const zenflow::Dtype of_gradients = dtype_of(dtype), of_weights = dtype_of(weights_dtype);
+    for (const auto& [weight, n, rows, master, moments, count, gradient, row_stride, column_stride, columns, limit] :
+         parts) {
+        zenflow::ColumnUpdate update{};
+        update.state = state_of(rule, n, rows, master, moments, count);
+        update.gradient = {at<std::byte>(gradient), of_gradients, 1, static_cast<std::int64_t>(rows)};
+        update.weights = {nullptr, of_weights, row_stride, column_stride};
+        update.columns = columns_of(columns, n, limit);
+        update.packed = true;
+        made.updates.push_back(update);
+        made.weights.push_back(weight);
+    }
+    return made;
+}
+
 void update_columns(const std::vector<zenflow::ColumnUpdate>& updates, std::size_t threads) {
     const nb::gil_scoped_release unlocked;
     zenflow::update_columns(updates, threads);
@@ -219,6 +260,40 @@ void scatter_columns(const MatrixArgument& matrix, Address columns, std::size_t 
     const zenflow::Dtype dtype = dtype_of(source_dtype);
     const nb::gil_scoped_release unlocked;
     zenflow::scatter_columns(to, index, n, rows, at<const std::byte>(source), dtype, threads);
+}
+
+using BucketPartArgument = std::tuple<std::size_t, std::size_t, std::vector<std::int64_t>, std::vector<std::int64_t>,
+                                      std::size_t, std::size_t>;
+
+zenflow::Bucket make_bucket(const std::string& dtype, bool transposed, const std::vector<BucketPartArgument>& parts) {
+    zenflow::Bucket bucket{dtype_of(dtype), transposed, {}};
+    for (const auto& [rows, columns, sent, kept, sent_start, kept_start] : parts) {
+        zenflow::check_columns(sent.data(), sent.size(), columns);
+        zenflow::check_columns(kept.data(), kept.size(), columns);
+        bucket.parts.push_back({rows, columns, sent, kept, sent_start, kept_start});
+    }
+    return bucket;
+}
+
+std::vector<std::byte*> matrices_of(const zenflow::Bucket& bucket, const std::vector<Address>& addresses) {
+    if (addresses.size() != bucket.parts.size()) throw std::invalid_argument("there is not one address a part");
+    std::vector<std::byte*> found;
+    for (const Address address : addresses) found.push_back(at<std::byte>(address));
+    return found;
+}
+
+void pack_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& gradients, Address sent, Address kept,
+                 Address energies, std::size_t threads) {
+    const std::vector<std::byte*> matrices = matrices_of(bucket, gradients);
+    const nb::gil_scoped_release unlocked;
+    zenflow::pack_bucket(bucket, matrices, at<std::byte>(sent), at<std::byte>(kept), at<float>(energies), threads);
+}
+
+void show_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& weights, Address sent,
+                 std::size_t threads) {
+    const std::vector<std::byte*> matrices = matrices_of(bucket, weights);
+    const nb::gil_scoped_release unlocked;
+    zenflow::show_bucket(bucket, matrices, at<const std::byte>(sent), threads);
 }
 
 }  // namespace
@@ -258,6 +333,15 @@ NB_MODULE(_native, m) {
             },
             "rule"_a, "n"_a, "rows"_a, "master"_a, "moments"_a, "count"_a, "gradient"_a, "weights"_a.none(),
             "columns"_a.none(), "limit"_a, "factor"_a, "hyper"_a, "skip"_a);
+    nb::class_<PackedUpdates>(m, "PackedUpdates", "Updates of kept columns whose gradients are packed.")
+        .def(
+            "__init__",
+            [](PackedUpdates* self, const std::string& rule, const std::string& dtype, const std::string& weights_dtype,
+               const std::vector<PackedArgument>& parts) {
+                new (self) PackedUpdates(make_packed(rule, dtype, weights_dtype, parts));
+            },
+            "rule"_a, "dtype"_a, "weights_dtype"_a, "parts"_a)
+        .def("run", &PackedUpdates::run, "weights"_a, "hypers"_a, "factor"_a, "skip"_a, "threads"_a);
     m.def("update_columns", &update_columns, "updates"_a, "threads"_a,
           "Updates that touch different memory, on at most so many threads.");
     m.def("column_energies", &column_energies, "matrix"_a, "rows"_a, "columns"_a, "energies"_a, "threads"_a,
@@ -266,6 +350,16 @@ NB_MODULE(_native, m) {
           "Copy columns out of a matrix into [n, rows].");
     m.def("scatter_columns", &scatter_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "source"_a,
           "source_dtype"_a, "threads"_a, "Write [n, rows], in fp32 or the matrix' dtype, into columns of a matrix.");
+    nb::class_<zenflow::Bucket>(m, "Bucket", "Weights of one dtype, and where their columns go in two flat buffers.")
+        .def(
+            "__init__",
+            [](zenflow::Bucket* self, const std::string& dtype, bool transposed,
+               const std::vector<BucketPartArgument>& parts) {
+                new (self) zenflow::Bucket(make_bucket(dtype, transposed, parts));
+            },
+            "dtype"_a, "transposed"_a, "parts"_a)
+        .def("pack", &pack_bucket, "gradients"_a, "sent"_a, "kept"_a, "energies"_a, "threads"_a)
+        .def("show", &show_bucket, "weights"_a, "sent"_a, "threads"_a);
     m.def(
         "end_helpers", [] { zenflow::Team::of_process().end(); }, nb::call_guard<nb::gil_scoped_release>(),
         "End the threads beside the callers of the functions above, for good.");

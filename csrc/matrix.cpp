@@ -6,6 +6,8 @@
 
 #include "matrix.hpp"
 
+#include "energies.hpp"
+
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -217,7 +219,7 @@ public:
         : update_(update),
           order_(update.columns, update.state.columns),
           flat_(is_flat()),
-          direct_(in_pieces(update.gradient) && in_pieces(update.weights)),
+          direct_((update.packed || in_pieces(update.gradient)) && in_pieces(update.weights)),
           tiles_(flat_ ? 1 : update.state.columns, flat_ ? elements() : update.state.rows, direct_, order_.sparse()),
           first_tile_(first_tile) {}
 
@@ -236,7 +238,7 @@ private:
     // Whether all of it is one run. A single column always is, wherever its neighbours would be.
     bool is_flat() const {
         const Columns& state = update_.state;
-        if (state.columns < 2) return false;
+        if (state.columns < 2 || update_.packed) return false;
         return update_.columns == nullptr && behind_each_other(update_.gradient) &&
                behind_each_other(update_.weights) &&
                std::all_of(state.count, state.count + state.columns,
@@ -268,12 +270,12 @@ Run Plan::run_of(std::size_t i, const Tile& tile) const {
 
 void Plan::run(std::size_t number) const {
     const Tile tile = tiles_[number - first_tile_];
-    const auto& [state, gradient, weights, columns, factor, hyper, skip] = update_;
+    const auto& [state, gradient, weights, columns, factor, hyper, skip, packed] = update_;
     const std::size_t entries = skip ? 0 : 1;
     const std::size_t width = element_bytes(gradient.dtype), weight_width = element_bytes(weights.dtype);
     Scratch gradients, results;
     Places places;
-    if (!direct_ && !skip) gather(gradient, width, order_, tile, gradients, places);
+    if (!direct_ && !skip && !packed) gather(gradient, width, order_, tile, gradients, places);
 
     std::int64_t known_count = -1;
     Constants constants{};
@@ -288,9 +290,10 @@ void Plan::run(std::size_t number) const {
             known_count = state.count[i];
             constants = this->constants(state.count[i]);
         }
-        const Gradient entry{
-            direct_ ? element(gradient, width, tile.begin, column) : gradients.column(tile, places[c], width),
-            gradient.dtype, factor};
+        const std::byte* const from = packed    ? gradient.data + (i * state.rows + tile.begin) * width
+                                      : direct_ ? element(gradient, width, tile.begin, column)
+                                                : gradients.column(tile, places[c], width);
+        const Gradient entry{from, gradient.dtype, factor};
         replay(state.rule, run, {&entry, entries}, {&constants, entries});
     }
     if (!direct_ && weights.data != nullptr) scatter(weights, weight_width, order_, tile, results);
@@ -379,6 +382,34 @@ void check_columns(Index columns, std::size_t n, std::size_t limit) {
             throw std::out_of_range("column " + std::to_string(columns[i]) + " of a matrix with " +
                                     std::to_string(limit));
         }
+    }
+}
+
+void pack_bucket(const Bucket& bucket, std::span<std::byte* const> matrices, std::byte* sent, std::byte* kept,
+                 float* energies, std::size_t threads) {
+    const std::size_t width = element_bytes(bucket.dtype);
+    for (std::size_t number = 0; number < bucket.parts.size(); ++number) {
+        const BucketPart& part = bucket.parts[number];
+        if (matrices[number] != nullptr) {
+            const Matrix matrix = bucket.matrix(part, matrices[number]);
+            column_energies(matrix, part.rows, part.columns, energies, threads);
+            pack_columns(matrix, width, part.sent.data(), part.sent.size(), part.rows, sent + part.sent_start * width,
+                         threads);
+            pack_columns(matrix, width, part.kept.data(), part.kept.size(), part.rows, kept + part.kept_start * width,
+                         threads);
+        }
+        energies += part.columns;
+    }
+}
+
+void show_bucket(const Bucket& bucket, std::span<std::byte* const> matrices, const std::byte* sent,
+                 std::size_t threads) {
+    const std::size_t width = element_bytes(bucket.dtype);
+    for (std::size_t number = 0; number < bucket.parts.size(); ++number) {
+        const BucketPart& part = bucket.parts[number];
+        if (matrices[number] == nullptr) continue;
+        scatter_columns(bucket.matrix(part, matrices[number]), part.sent.data(), part.sent.size(), part.rows,
+                        sent + part.sent_start * width, bucket.dtype, threads);
     }
 }
 

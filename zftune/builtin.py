@@ -70,6 +70,7 @@ def tune(options: TuneOptions, on_step: OnStep, store: Store) -> dict[str, Any]:
     task, device_name = _task_of(options, config)
     if task.rig is None and task.torch_device.type == "cpu":
         raise BadInputError("--rig 'none': allowed only with a GPU, without one there is nothing to offload from")
+    config = task.scaled(config)
     beside = partial(_train_beside, options, config, quality)
     try:
         with several_ranks(options.ranks, beside), Training(task, config) as training:

@@ -63,6 +63,26 @@ class ColumnUpdate:
         skip: bool,
     ) -> None: ...
 
+class PackedUpdates:
+    """Updates of kept columns of weights in one dtype, each part with a packed gradient, [n, rows].
+
+    A part is the number of its weight, n, rows, addresses of master, moments, count and gradient, the strides of the
+    weight's rows and columns, the address of [n] int64 columns, and how many columns the weight has.
+
+    Raises:
+        IndexError: a column is not one of its weight.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        dtype: str,
+        weights_dtype: str,
+        parts: Sequence[tuple[int, int, int, int, Sequence[int], int, int, int, int, int, int]],
+    ) -> None: ...
+    def run(self, weights: Sequence[int], hypers: Sequence[_Hyper], factor: float, skip: bool, threads: int) -> None:
+        """Update, with an address and hyperparameters for each weight."""
+
 def update_columns(updates: Sequence[ColumnUpdate], threads: int) -> None:
     """Updates that touch different memory, on at most so many threads."""
 
@@ -76,6 +96,27 @@ def scatter_columns(
     matrix: _Matrix, columns: int, n: int, rows: int, limit: int, source: int, source_dtype: str, threads: int
 ) -> None:
     """Write [n, rows], in fp32 or the matrix' dtype, into columns of a matrix."""
+
+class Bucket:
+    """Weights of one dtype, and where their columns go in two flat buffers, one column behind the other.
+
+    A part is rows, columns, which columns are sent, which are kept, and the elements at which each begin.
+
+    Raises:
+        IndexError: a column is not one of its weight.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        transposed: bool,
+        parts: Sequence[tuple[int, int, Sequence[int], Sequence[int], int, int]],
+    ) -> None: ...
+    def pack(self, gradients: Sequence[int], sent: int, kept: int, energies: int, threads: int) -> None:
+        """Copy the columns of gradients (0: there is none), and write the energies of all parts' columns."""
+
+    def show(self, weights: Sequence[int], sent: int, threads: int) -> None:
+        """Write columns into weights (0: it is left as it is)."""
 
 def end_helpers() -> None:
     """End the threads beside the callers of the functions above, for good."""

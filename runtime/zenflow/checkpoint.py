@@ -103,12 +103,13 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
 
 
 def _flights(training: Training, weight: WeightState) -> list[SavedUpdate]:
-    windows = [(flight.window, flight.due) for flight in training.model.windows.in_flight if flight.weight is weight]
     return [
         SavedUpdate(
-            window.bucket.index - weight.plan.first_bucket, due, window.decay(), window.passed_over, window.steps
+            window.part.index - weight.plan.first_bucket, flight.due, window.decay(), window.passed_over, window.steps
         )
-        for window, due in windows
+        for flight in training.model.windows.in_flight
+        for of, window in flight.parts()
+        if of is weight
     ]
 
 
@@ -117,7 +118,7 @@ def _shown(weight: WeightState, place: int) -> torch.Tensor:
     assert weight.deferred is not None
     if weight.shown is not None:
         return weight.shown[place]
-    return weight.deferred.on_host(weight.matrix(), weight.deferred.buckets[place].columns)
+    return weight.deferred.on_host(weight.matrix(), weight.deferred.parts[place].columns)
 
 
 def _tensors(training: Training, weight: WeightState, room: bool) -> dict[str, Any]:
@@ -295,6 +296,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
         if of_weight.started:
             tensors = saved.tensors[numbers[id(weight.parameter)]]
             _restore_weight(training, weight, of_weight, tensors, groups, controls, flushed=header.flushed)
+    training.runtime.buckets.allocate()
     training.auto.restore({weight: of_weight.auto for weight, of_weight in known.items()})
     if training.runtime.ledger is not None:
         totals = {weight.name: _totals(weight, known[weight]) for weight in known}

@@ -130,7 +130,8 @@ class ZenFlowConfig:
     steps_per_epoch: int | None = None
     """Steps in an epoch, for `select_strategy="epoch"`."""
     bucket_bytes: int = 1 << 25
-    """Largest bucket: bytes of one weight's gradient that are moved and updated as a unit."""
+    """Largest bucket: bytes of a step's gradients that are moved and updated as a unit; a 32nd of the model at most,
+    unless that is below 1 MiB."""
     staging_bytes: int = 1 << 30
     """Device memory for updated weights on their way; one bucket always has room."""
     host_threads: int | None = None

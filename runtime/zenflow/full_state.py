@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zenflow.deferred import Bucket, DeferredTier
+from zenflow.buckets import Part
+from zenflow.deferred import DeferredTier
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.layout import WeightPlan
 from zenflow.names import did_you_mean
@@ -46,27 +47,27 @@ def flushed(training: Training) -> Iterator[int]:
         return
     training.model.stop_watch()
     training.shows_flushed = True
-    changed: list[tuple[WeightState, Bucket, torch.Tensor | None]] = []
+    changed: list[tuple[WeightState, Part, torch.Tensor | None]] = []
     try:
         for weight in training.model.weights:
             if not weight.restored:
                 weight.shown = {}
-            for place, bucket in _pending(weight, weight.in_flight):
-                rows = _preview(training, weight, bucket)
+            for place, part in _pending(weight, weight.in_flight):
+                rows = _preview(training, weight, part)
                 held = None  # the masters round to it
                 if weight.restored:  # it may not be loaded yet, or be loaded again: what is not as saved stays
-                    held = _held(weight, bucket)
-                    rows = torch.where(held == _trained(weight, place, bucket), rows, held)
-                elif bucket.index in weight.in_flight:
+                    held = _held(weight, part)
+                    rows = torch.where(held == _trained(weight, place, part), rows, held)
+                elif part.index in weight.in_flight:
                     assert weight.shown is not None
-                    held = weight.shown[place] = _held(weight, bucket)
-                changed.append((weight, bucket, held))
-                _show(weight, bucket, rows)
+                    held = weight.shown[place] = _held(weight, part)
+                changed.append((weight, part, held))
+                _show(weight, part, rows)
         training.gather()
         yield training.pending_steps
     finally:
-        for weight, bucket, held in changed:
-            _show(weight, bucket, _tier(weight).rounded(bucket) if held is None else held)
+        for weight, part, held in changed:
+            _show(weight, part, _tier(weight).rounded(part) if held is None else held)
         for weight in training.model.weights:
             if not weight.restored:
                 weight.shown = None
@@ -118,21 +119,21 @@ class Unflush:
 
     def _compare(self) -> None:
         weight, found, alike, elements = self._weight, [], 0, 0
-        for place, bucket in _pending(weight, weight.in_flight):
-            held = _held(weight, bucket)
-            from_file = held == _preview(self._training, weight, bucket)
-            found.append((bucket, torch.where(from_file, _trained(weight, place, bucket), held)))
+        for place, part in _pending(weight, weight.in_flight):
+            held = _held(weight, part)
+            from_file = held == _preview(self._training, weight, part)
+            found.append((part, torch.where(from_file, _trained(weight, place, part), held)))
             alike += int(from_file.sum())
             elements += held.numel()
         if 2 * alike > elements:  # in 16 bits, what a model holds before it is loaded is alike by chance here and there
-            for bucket, rows in found:
-                _show(weight, bucket, rows)
+            for part, rows in found:
+                _show(weight, part, rows)
 
 
-def _pending(weight: WeightState, in_flight: Container[int]) -> list[tuple[int, Bucket]]:
-    """Buckets that have something pending, with their numbers in the weight."""
-    buckets = [] if weight.deferred is None else weight.deferred.buckets
-    return [(place, one) for place, one in enumerate(buckets) if one.log or one.index in in_flight]
+def _pending(weight: WeightState, in_flight: Container[int]) -> list[tuple[int, Part]]:
+    """Parts that have something pending, with their numbers in the weight."""
+    parts = [] if weight.deferred is None else weight.deferred.parts
+    return [(place, one) for place, one in enumerate(parts) if one.log or one.index in in_flight]
 
 
 def _tier(weight: WeightState) -> DeferredTier:
@@ -140,23 +141,23 @@ def _tier(weight: WeightState) -> DeferredTier:
     return weight.deferred
 
 
-def _held(weight: WeightState, bucket: Bucket) -> torch.Tensor:
+def _held(weight: WeightState, part: Part) -> torch.Tensor:
     """[slots, rows] in the model's dtype, in host memory: what the weight holds."""
-    return _tier(weight).on_host(weight.matrix(), bucket.columns)
+    return _tier(weight).on_host(weight.matrix(), part.columns)
 
 
-def _trained(weight: WeightState, place: int, bucket: Bucket) -> torch.Tensor:
+def _trained(weight: WeightState, place: int, part: Part) -> torch.Tensor:
     """The same: what training has of a restored weight, whatever it holds."""
     shown = (weight.shown or {}).get(place)
-    return _tier(weight).rounded(bucket) if shown is None else shown
+    return _tier(weight).rounded(part) if shown is None else shown
 
 
-def _preview(training: Training, weight: WeightState, bucket: Bucket) -> torch.Tensor:
-    return _tier(weight).preview(bucket, training.hypers[weight.group])
+def _preview(training: Training, weight: WeightState, part: Part) -> torch.Tensor:
+    return _tier(weight).preview(part, training.hypers[weight.group])
 
 
-def _show(weight: WeightState, bucket: Bucket, rows: torch.Tensor) -> None:
-    weight.scatter(bucket.columns, rows.to(weight.parameter.device))
+def _show(weight: WeightState, part: Part, rows: torch.Tensor) -> None:
+    weight.scatter(part.columns, rows.to(weight.parameter.device))
 
 
 MASTER, STEP = "master", "step"

@@ -9,13 +9,14 @@ import torch
 
 from zenflow.control import StepControl, scaled_control
 from zenflow.errors import UnsupportedError
+from zenflow.groups import Group
 from zenflow.host.tasks import Control
 from zenflow.kernels.base import ColumnUpdate, column_norms, whole_norms
 from zenflow.layout import DTYPE_NAMES, can_be_trained
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.staging import ColumnStager, Staged
+from zenflow.staging import ColumnStager, Dispatcher, Staged
 from zenflow.streaming import Streamer
 from zenflow.weight import WeightState, wrote
 
@@ -37,6 +38,8 @@ class Gradient:
         self.weight = weight
         self.control: StepControl | None = None
         """Factor and skip flag for this weight."""
+        self.is_updated = False
+        """Whether its group was updated as a whole."""
         self._runtime = runtime
         self._staged = staged
         self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
@@ -44,8 +47,27 @@ class Gradient:
 
     @property
     def left(self) -> bool:
-        """Whether it left during backward."""
+        """Whether it left the device, but for the columns that stay there."""
         return self._staged is not None
+
+    @property
+    def group(self) -> Group | None:
+        """With which it was packed; None where it has not left."""
+        return None if self._staged is None else self._staged.group
+
+    def leave(self, staged: Staged) -> None:
+        """It has left."""
+        self._staged, self._whole, self._energies = staged, None, staged.record.energies
+
+    def log(self, step: int, hyper: Hyper) -> None:
+        """Log the deferred columns of a gradient that has left.
+
+        Args:
+            step: number of the step.
+            hyper: the group's hyperparameters at that step.
+        """
+        if self._staged is not None and self.weight.deferred is not None:
+            self.weight.deferred.log(self._staged.sent, step, hyper, self.control)
 
     @property
     def factor(self) -> torch.Tensor | None:
@@ -101,24 +123,6 @@ class Gradient:
 
     # --- applied ---------------------------------------------------------------------------------------------------
 
-    def log(self, step: int, hyper: Hyper) -> None:
-        """Log the deferred columns, which are sent if they were not.
-
-        Args:
-            step: number of the step.
-            hyper: the group's hyperparameters at that step.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
-        """
-        tier = self.weight.deferred
-        if tier is not None and self._staged is not None:
-            tier.log(self._staged.sent, step, hyper, self.control)
-        elif tier is not None:
-            matrix = self.matrix()
-            tier.log([tier.send(bucket, matrix) for bucket in tier.buckets], step, hyper, self.control)
-
     def device_updates(self, hyper: Hyper) -> list[ColumnUpdate]:
         """What updates the resident and the selected columns; `updated` comes after it.
 
@@ -149,7 +153,7 @@ class Gradient:
         split, weight = self.weight.split, self.weight
         if split.flat and split.resident is not None and not weight.parameter.is_contiguous():
             weight.parameter.copy_(split.resident.master.view(weight.parameter.shape))
-        if split.selected is not None and self.left:
+        if split.selected is not None and self.left and not self.is_updated:
             self._runtime.kernels.scatter(weight.matrix(), split.selected_index, split.selected.master)
         states = [state for state in (split.resident, split.selected) if state is not None]
         elements = sum(state.master.numel() for state in states)
@@ -244,7 +248,7 @@ def update_on_device(runtime: Runtime, live: Sequence[Gradient], hypers: Sequenc
         hypers: of each parameter group.
     """
     together: dict[int, tuple[StepControl | None, list[ColumnUpdate]]] = {}
-    for gradient in live:
+    for gradient in _update_groups(live, hypers):
         updates = gradient.device_updates(hypers[gradient.weight.group])
         if len(gradient.weight.neighbours) > 1:  # views of one memory may overlap, and then the order counts
             _update(runtime, gradient.control, updates)
@@ -255,6 +259,22 @@ def update_on_device(runtime: Runtime, live: Sequence[Gradient], hypers: Sequenc
     for gradient in live:
         gradient.updated()
     wrote([gradient.weight for gradient in live if gradient.weight.split.on_device])
+
+
+def _update_groups(live: Sequence[Gradient], hypers: Sequence[Hyper]) -> list[Gradient]:
+    """Update the weights of groups that are there as a whole, with one control; which gradients are left over."""
+    by_group: dict[Group, list[Gradient]] = {}
+    for gradient in live:
+        if gradient.group is not None and len(gradient.weight.neighbours) == 1:
+            by_group.setdefault(gradient.group, []).append(gradient)
+    done: set[Gradient] = set()
+    for group, gradients in by_group.items():
+        if len(gradients) == len(group.weights) and len({id(gradient.control) for gradient in gradients}) == 1:
+            group.update([hypers[weight.group] for weight in group.weights], gradients[0].control)
+            done.update(gradients)
+    for gradient in done:
+        gradient.is_updated = True
+    return [gradient for gradient in live if gradient not in done]
 
 
 def _update(runtime: Runtime, control: StepControl | None, updates: Sequence[ColumnUpdate]) -> None:
@@ -275,7 +295,13 @@ class Gradients:
         """
         self._runtime = runtime
         self._stream = stream
-        self._streamer = Streamer(least_firings)
+        self._dispatcher = Dispatcher(runtime)
+        self.streamed = False
+        """Whether any gradient of the last step left during backward, the last weight's first."""
+        self._streamer = Streamer(least_firings, self._leave, runtime.device.current_stream)
+
+    def _leave(self, gradients: Sequence[tuple[ColumnStager, torch.Tensor]]) -> list[Staged]:
+        return self._dispatcher([(stager.weight, gradient) for stager, gradient in gradients])
 
     def watch(self, groups: Iterable[Mapping[str, Any]], weights: Iterable[WeightState]) -> None:
         """Count how often backward gives each parameter a gradient, from now on.
@@ -302,6 +328,9 @@ class Gradients:
         Raises:
             MemoryError: the host has less memory.
         """
+        weights = list(weights)
+        if not weights:
+            return
         self._runtime.log.fill()
         for weight in weights if self._stream else ():
             if weight.deferred is None:
@@ -309,6 +338,8 @@ class Gradients:
             else:
                 self._streamer.watch([weight.parameter])
                 self._streamer.stream(weight.parameter, ColumnStager(self._runtime, weight))
+        self._dispatcher.groups.forget()
+        self._streamer.regroup()
 
     def collect(self, weights: Iterable[WeightState]) -> list[Gradient]:
         """What there is in `.grad`, and what has left it; changes nothing.
@@ -317,11 +348,24 @@ class Gradients:
             UnsupportedError: one is sparse, or was taken by an earlier step.
         """
         self._streamer.require_current()
-        return [
+        found = [
             Gradient(self._runtime, weight, self._streamer.staged(weight.parameter))
             for weight in weights
             if weight.parameter.grad is not None
         ]
+        self.streamed = any(one.left for one in found)
+        return found
+
+    def dispatch(self, live: Iterable[Gradient]) -> None:
+        """Send what has not left during backward, of weights that have a host tier.
+
+        Raises:
+            MemoryError: the host has less memory.
+            HostEngineError: the host engine has failed.
+        """
+        whole = [one for one in live if not one.left and one.weight.deferred is not None]
+        for one, staged in zip(whole, self._dispatcher([(one.weight, one.whole()) for one in whole]), strict=True):
+            one.leave(staged)
 
     def hand_over(self) -> None:
         """Leave what was collected to a step."""

@@ -62,6 +62,9 @@ def select(
         with history.open.timed(runtime.device, "select"):
             for weight in starting:
                 weight.start()
+            runtime.buckets.allocate()
+            for weight in starting:
+                weight.read()
     selecting = [one for one in measured if one.weight.selects]
     if scores is None or not selecting:
         return Selecting({}, starting)
@@ -123,9 +126,16 @@ def _energies(selecting: Sequence[Gradient], scores: _Scores) -> torch.Tensor:
     """[n, 2] fp32: of each gradient, unscaled, the energy in the selected and in all offloaded columns."""
     indices = [gradient.weight.selected_index for gradient in selecting]
     shifted = torch._foreach_add(indices, [scores.starts[gradient] for gradient in selecting])
-    selected = scores.all.index_select(0, torch.cat(shifted)).split([*map(len, indices)])
-    offloaded = [scores.of[gradient][gradient.weight.plan.resident :] for gradient in selecting]
-    energies = sums([part for both in zip(selected, offloaded, strict=True) for part in both]).view(-1, 2)
+    selected = scores.all.index_select(0, torch.cat(shifted))
+    plans = [gradient.weight.plan for gradient in selecting]
+    offloaded = [scores.of[gradient][plan.resident :] for gradient, plan in zip(selecting, plans, strict=True)]
+    if selected.device.type == "cpu":  # one operation in place of two a weight
+        lengths = torch.tensor([[plan.selected, plan.offloaded] for plan in plans], device="cpu")
+        of_tiers = zip((selected, torch.cat(offloaded)), lengths.unbind(1), strict=True)
+        energies = torch.stack([torch.segment_reduce(one, "sum", lengths=of_one) for one, of_one in of_tiers], dim=1)
+    else:
+        pairs = zip(selected.split([*map(len, indices)]), offloaded, strict=True)
+        energies = sums([part for both in pairs for part in both]).view(-1, 2)
     if any(gradient.unscale is not None for gradient in selecting):
         one = torch.ones((), dtype=torch.float32, device=energies.device)
         unscale = torch.stack([one if gradient.unscale is None else gradient.unscale for gradient in selecting])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zenflow.deferred import BucketJob
-from zenflow.device import in_backward
+from zenflow.deferred import PartWindow
+from zenflow.device import Transfer, in_backward
+from zenflow.host.engine import Job
 from zenflow.sharded import Rows, are_sharded, model_parameter
 from zenflow.signals import HeldSignals
 from zenflow.weight import WeightState
@@ -83,22 +84,31 @@ _Arrive = Callable[[torch.Tensor], bool]
 class PendingUpdate:
     """A bucket's window that is not visible yet."""
 
-    weight: WeightState
-    window: BucketJob
+    weights: list[WeightState]
+    windows: list[PartWindow]
+    """What it does to each of them."""
+    job: Job
+    """Brings all of it to the device."""
+    gradients: Transfer | None
+    """The last of the gradients that the job waits for; None where it was restored."""
     due: int
     """The step after which it becomes visible."""
     synchronous: bool = False
     """Whether that is the step of the close, so that nothing of it can have been there before."""
     late: bool = False
-    """Whether that step is over, and the wait for it is left to whoever uses the weight."""
+    """Whether that step is over, and the wait for it is left to whoever uses one of the weights."""
+
+    def parts(self) -> Iterator[tuple[WeightState, PartWindow]]:
+        """Each weight with its window."""
+        return zip(self.weights, self.windows, strict=True)
 
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """Something that has to happen before a weight is used."""
+    """Something that has to happen before any of some weights is used."""
 
-    readers: tuple[torch.Tensor, ...]
-    """The tensors by which it is used."""
+    readers: Mapping[int, tuple[torch.Tensor, ...]]
+    """By weight, the tensors by which it is used."""
     arrive: Callable[[], bool]
     """Whether it has happened, or has to be tried again before the next use."""
 
@@ -169,20 +179,23 @@ class LateWeights:
         return _hooks_of_a_copy, ()
 
     def leave(self, flight: PendingUpdate) -> bool:
-        """Take over the wait for a bucket, unless it has arrived or some use of its weight could go unnoticed."""
-        parameter = flight.weight.parameter
-        key = id(model_parameter(parameter))
-        if waits := self._late.get(key):
-            readers = waits[0].readers
-        else:
-            transfer = flight.window.job.transfer
-            arrived = transfer is not None and transfer.done()
-            if arrived or key not in self._trusted or _compiled_something():
+        """Take over the wait for a bucket, unless it has arrived or some use of its weights could go unnoticed."""
+        transfer = flight.job.transfer
+        if (transfer is not None and transfer.done()) or _compiled_something():
+            return False
+        readers: dict[int, tuple[torch.Tensor, ...]] = {}
+        for weight in flight.weights:
+            parameter = weight.parameter
+            key = id(model_parameter(parameter))
+            if key in readers:
+                continue
+            if waits := self._late.get(key):
+                readers[key] = waits[0].readers[key]
+            elif key in self._trusted and (flight.synchronous or not isinstance(parameter, Rows)):
+                readers[key] = self._readers(parameter)
+            if not readers.get(key):
                 return False
-            readers = self._readers(parameter) if flight.synchronous or not isinstance(parameter, Rows) else ()
-            if not readers:
-                return False
-        self._add(key, _Wait(readers, partial(self._shown, flight)))
+        self._add(_Wait(readers, partial(self._shown, flight)))
         flight.late = True
         return True
 
@@ -223,20 +236,21 @@ class LateWeights:
             do: what; it is done again before the next use, but for a step, where it returns false.
         """
         if _plain_class(parameter) is nn.Parameter:
-            self._add(id(parameter), _Wait((parameter,), do))
+            self._add(_Wait({id(parameter): (parameter,)}, do))
         else:
             do()
 
-    def _add(self, key: int, wait: _Wait) -> None:
-        self._late.setdefault(key, []).append(wait)
+    def _add(self, wait: _Wait) -> None:
+        for key in wait.readers:
+            self._late.setdefault(key, []).append(wait)
 
     def end_step(self) -> None:
         """From now on, let what was left happen before a weight is used."""
         for key, waits in self._late.items():
             if key in self._gathered:
                 self._ungathered.add(key)
-            self._covered[key] = waits[0].readers
-            for reader in waits[0].readers:
+            self._covered[key] = waits[0].readers[key]
+            for reader in self._covered[key]:
                 self._weight_of[id(reader)] = key
                 reader.__class__ = self._late_class(_plain_class(reader))
 
@@ -303,13 +317,22 @@ class LateWeights:
                 # It stays covered meanwhile, since another thread may want it just then.
                 with torch._C.DisableTorchFunctionSubclass():
                     done = wait.arrive()
-                if done and wait in waits:  # not before, so that an exception loses nothing
-                    waits.remove(wait)
-            if waits:
+                if done:  # not before, so that an exception loses nothing
+                    self._end(wait)
+            if key in self._late:
                 return False
-            self._late.pop(key, None)
             self._uncover(key)
             return True
+
+    def _end(self, wait: _Wait) -> None:
+        """A bucket has arrived in all of its weights."""
+        for key in wait.readers:
+            waits = self._late.get(key, [])
+            if wait in waits:
+                waits.remove(wait)
+            if not waits:
+                self._late.pop(key, None)
+                self._uncover(key)
 
     def _uncover(self, key: int) -> None:
         for reader in self._covered.pop(key, ()):

@@ -16,6 +16,8 @@ from zenflow.sharded import model_parameter, whole_shape
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of parameters that are trained; what is frozen may have any other."""
 DTYPE_NAMES = "float32, bfloat16 and float16"
+LEAST_BUCKET_BYTES, BUCKETS_A_MODEL = 1 << 20, 32
+"""A bucket has at most a 32nd of the model, unless that is less than 1 MiB."""
 
 
 def can_be_trained(parameter: torch.Tensor, device: torch.device) -> bool:
@@ -38,6 +40,7 @@ class WeightPlan:
     """Number of selected columns among the offloaded ones."""
     slots_per_bucket: int
     first_bucket: int
+    """Number of its bucket, which it may share with its neighbours; of the first of them where it is cut."""
 
     @property
     def offloaded(self) -> int:
@@ -51,13 +54,13 @@ class WeightPlan:
 
     @property
     def bucket_slots(self) -> list[tuple[int, int]]:
-        """Slot range [low, high) of each bucket."""
+        """Slot range [low, high) of its part of each bucket."""
         starts = range(0, self.deferred, self.slots_per_bucket)
         return [(low, min(low + self.slots_per_bucket, self.deferred)) for low in starts]
 
     def same_split(self, other: WeightPlan) -> bool:
-        """Whether every column is in the same tier under the other plan; the buckets may be counted differently."""
-        return replace(self, first_bucket=other.first_bucket) == other
+        """Whether every column is in the same tier under the other plan; the buckets may be others."""
+        return replace(self, first_bucket=other.first_bucket, slots_per_bucket=other.slots_per_bucket) == other
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as [rows, columns], sharing its memory."""
@@ -124,6 +127,39 @@ def conv1d_weights(module: nn.Module | None) -> set[int]:
     }
 
 
+class _Buckets:
+    """Numbers buckets: runs of consecutive weights of one kind up to a size; a larger weight is cut into several."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.count = 0
+        self._limit_bytes = limit_bytes
+        self._kind: object = None
+        self._left_bytes = 0
+
+    def take(self, columns: int, column_bytes: int, kind: object) -> tuple[int, int]:
+        """Give a weight's deferred columns their place: slots in each bucket, and the number of the first."""
+        slots = max(1, self._limit_bytes // max(1, column_bytes))
+        if columns > slots:
+            first, self.count = self.count, self.count - (-columns // slots)
+            self._left_bytes = 0
+            return slots, first
+        if columns and (kind != self._kind or columns * column_bytes > self._left_bytes):
+            self._kind, self._left_bytes = kind, self._limit_bytes
+            self.count += 1
+        self._left_bytes -= columns * column_bytes
+        return slots, max(0, self.count - 1)
+
+
+def bucket_limit(bucket_bytes: int, model_bytes: int) -> int:
+    """Most bytes of a step's deferred gradients in a bucket: small models have several buckets, too.
+
+    Args:
+        bucket_bytes: the knob.
+        model_bytes: of all weights that are trained and have columns.
+    """
+    return min(bucket_bytes, max(LEAST_BUCKET_BYTES, model_bytes // BUCKETS_A_MODEL))
+
+
 def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transposed: set[int]) -> ModelPlan:
     """Split every parameter between the tiers.
 
@@ -131,7 +167,8 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     needed first in forward, so they shorten the exposed tail. The last one is split by columns.
 
     Where ranks hold rows of the parameters, all of them make the same plan but for the number of rows: columns and
-    buckets, and with these every due step, are those of the whole parameters.
+    buckets, and with these every due step, are those of the whole parameters, as on one rank: they may cross units of
+    FSDP2, and are then sent with the second of these.
 
     Args:
         parameters: in forward order.
@@ -141,13 +178,14 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     parameters = list(parameters)
     shapes = [_matrix_shape(parameter, id(parameter) in transposed) for parameter in parameters]
     sizes = [whole_shape(parameter).numel() for parameter in parameters]
-    live = sum(n for p, n, shape in zip(parameters, sizes, shapes, strict=True) if shape and p.requires_grad)
-    left = live - round_half_up(config.offload_ratio * live)
+    live = [(p, n) for p, n, shape in zip(parameters, sizes, shapes, strict=True) if shape and p.requires_grad]
+    left = sum(n for _, n in live)
+    left -= round_half_up(config.offload_ratio * left)
+    buckets = _Buckets(bucket_limit(config.bucket_bytes, sum(n * p.element_size() for p, n in live)))
     plans: list[WeightPlan] = []
-    buckets = 0
     for parameter, size, shape in zip(parameters, sizes, shapes, strict=True):
         if shape is None:
-            plans.append(WeightPlan(0, 0, False, 0, 0, 1, buckets))
+            plans.append(WeightPlan(0, 0, False, 0, 0, 1, max(0, buckets.count - 1)))
             continue
         rows, columns = shape
         whole_rows = size // columns
@@ -158,11 +196,14 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
         else:
             resident, left = min(columns, round_half_up(left / whole_rows)), 0
         selected = selected_columns(columns - resident, config.topk_ratio)
-        slots = max(1, config.bucket_bytes // (whole_rows * parameter.element_size()))
-        plan = WeightPlan(rows, columns, id(parameter) in transposed, resident, selected, slots, buckets)
-        buckets += len(plan.bucket_slots)
-        plans.append(plan)
-    return ModelPlan(tuple(plans), buckets)
+        deferred, is_transposed = columns - resident - selected, id(parameter) in transposed
+        if parameter.requires_grad:
+            column_bytes = whole_rows * parameter.element_size()
+            slots, first = buckets.take(deferred, column_bytes, (parameter.dtype, is_transposed))
+        else:
+            slots, first = max(1, deferred), max(0, buckets.count - 1)
+        plans.append(WeightPlan(rows, columns, is_transposed, resident, selected, slots, first))
+    return ModelPlan(tuple(plans), max(1, buckets.count))
 
 
 def selected_columns(offloaded: int, topk_ratio: float) -> int:

@@ -65,7 +65,7 @@ class Ledger:
         for part in task.parts:
             for entry, index in part.entries:
                 if entry.live()[1]:
-                    matrix = torch.cat(list(entry.pieces)).view(-1, rows)
+                    matrix = torch.cat(entry.gradient.pieces()).view(-1, rows)
                     found += int(mass(matrix[: len(part.slots)] if index is None else matrix[index]))
         with self._lock:
             self._on_host[name] += found

@@ -64,13 +64,16 @@ class ModelState:
 
     def _restored_flies(self) -> bool:
         """Whether something is in flight whose entries are not here: it was restored, or written under."""
-        return any(flight.window.restored_steps for flight in self.windows.in_flight if not flight.late)
+        return any(
+            window.restored_steps for flight in self.windows.in_flight if not flight.late for window in flight.windows
+        )
 
     def _pending(self) -> Iterator[LogEntry]:
         for weight in self.weights:
             yield from weight.pending_entries()
         for flight in self.windows.in_flight:
-            yield from () if flight.late else flight.window.entries  # what is late arrives before it is read
+            for window in () if flight.late else flight.windows:  # what is late arrives before it is read
+                yield from window.entries
 
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.
@@ -122,8 +125,11 @@ class ModelState:
         self.windows.buckets = split.plan.buckets
         for weight in self._differing(split):
             weight.choose(plans[id(weight.parameter)])
+        self._runtime.buckets.begin()
+        self.windows.forget_groups()
         for weight in self.weights:
             weight.repartition(plans[id(weight.parameter)])
+        self._runtime.buckets.allocate()
         self._add(split, groups)
 
     def watch(self) -> None:

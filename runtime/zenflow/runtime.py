@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from zenflow.arrivals import StagingRoom
+from zenflow.buckets import Buckets
 from zenflow.config import ZenFlowConfig
 from zenflow.device import Device, Transfer
 from zenflow.errors import HostMemoryError
@@ -37,6 +39,7 @@ class Runtime:
     engine: HostEngine
     memory: HostMemory
     log: GradientLog
+    buckets: Buckets
     room: StagingRoom
     """For what is on its way to the host."""
     kernels: Kernels
@@ -83,12 +86,11 @@ class Runtime:
 
     def log_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
         """Of `host_bytes_for`, what the gradient log takes."""
-        entries = [
-            padded((high - low) * weight.rows * dtype.itemsize)
-            for weight, dtype in weights
-            for low, high in weight.bucket_slots
-        ]
-        return self.log.capacity_for(entries, update_interval)
+        entries: Counter[tuple[int, torch.dtype, bool]] = Counter()
+        for weight, dtype in weights:
+            for number, (low, high) in enumerate(weight.bucket_slots, weight.first_bucket):
+                entries[number, dtype, weight.transposed] += padded((high - low) * weight.rows * dtype.itemsize)
+        return self.log.capacity_for([*entries.values()], update_interval)
 
     def require_host_bytes(self, needs: Sequence[int], what: str, advice: str) -> int:
         """Refuse what would not fit, on all ranks where it would not on one node; to be called before any allocates.
@@ -178,6 +180,7 @@ def make_runtime(
         engine,
         memory,
         log,
+        Buckets(log, memory),
         StagingRoom(device, history, config.staging_bytes),
         kernels,
         rule,

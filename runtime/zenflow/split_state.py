@@ -248,5 +248,5 @@ class SplitState:
             move_state(self._runtime, sources, tier)
             if self.flat and self.resident is not None:
                 self.resident.count.copy_(tier.state.count[:1])
-        for bucket in () if self.deferred is None else self.deferred.buckets:
-            bucket.sample = bucket.reading = None
+        for part in () if self.deferred is None else self.deferred.parts:
+            part.sample = part.reading = None

@@ -2,123 +2,213 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import nn
 
-from zenflow.deferred import DeferredTier, SentBucket
+from zenflow.buckets import Bucket, Part, Sent, SentPart
+from zenflow.deferred import plan_entry, saved_into
 from zenflow.device import HostSpan
-from zenflow.layout import WeightPlan
+from zenflow.groups import Group, Groups, SplitWeight, first_bucket
+from zenflow.host.places import padded
+from zenflow.host.tasks import HostGradient
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.standin import GradientRecord
 
 
-class SplitWeight(Protocol):
-    """What is asked of a weight, which may be split anew between two gradients."""
-
-    @property
-    def name(self) -> str:
-        """The parameter's."""
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter itself."""
-
-    @property
-    def plan(self) -> WeightPlan:
-        """Its split."""
-
-    @property
-    def deferred(self) -> DeferredTier | None:
-        """Its host tier, once it has one."""
-
-    @property
-    def selected_index(self) -> torch.Tensor:
-        """[plan.selected] int64 on the device: the selected columns in state order."""
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Staged:
     """One weight's gradient that has left the device."""
 
     record: GradientRecord
+    group: Group
+    """With which it was packed."""
     resident: torch.Tensor | None
     """[plan.resident, rows] in the gradient's dtype, on the device."""
     selected: torch.Tensor | None
     """[plan.selected, rows] likewise, in the order of the selected columns."""
-    sent: list[SentBucket]
-    """The deferred columns, bucket by bucket."""
+    sent: list[SentPart]
+    """The deferred columns, part by part."""
     mass: torch.Tensor | None = None
     """Of all columns, where a ledger is kept."""
 
 
-class ColumnStager:
-    """Sends one weight's gradient away as backward produces it; calls are made in the order of the compute stream."""
+class Dispatcher:
+    """Sends gradients off the device, those of a bucket by one launch and one copy.
 
-    def __init__(self, runtime: Runtime, weight: SplitWeight) -> None:
+    Args:
+        runtime: shared by all weights.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._weight = weight
+        self.groups = Groups(runtime)
 
-    def stage(self, gradient: torch.Tensor) -> Staged | None:
-        """Send the deferred columns to the host and keep the others.
+    def __call__(self, gradients: Sequence[tuple[SplitWeight, torch.Tensor]]) -> list[Staged]:
+        """Send gradients; blocks while there is no room for them, on the host or on their way.
 
         Args:
-            gradient: dense, in the parameter's shape and dtype; may be freed afterwards.
+            gradients: of weights that have a host tier, each at most once, dense and in the parameter's shape.
 
         Returns:
-            None where nothing of the weight is deferred: then the gradient has to stay.
+            Of each in turn what became of it.
 
         Raises:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        weight, kernels, device = self._weight, self._runtime.kernels, self._runtime.device
-        if weight.deferred is None:
-            return None
-        plan = weight.plan
-        matrix = plan.view(gradient if plan.transposed else gradient.contiguous())
-        record = GradientRecord(weight.name, kernels.energies(matrix))
-        resident = matrix[:, : plan.resident].t().contiguous() if plan.resident else None
-        selected = kernels.pack(matrix, weight.selected_index) if plan.selected else None
-        kept_bytes = sum(part.nbytes for part in (resident, selected) if part is not None)
-        device.charge(gradient.nbytes + 2 * kept_bytes)
-        staged = Staged(record, resident, selected, [])
-        if self._runtime.ledger is not None:
-            staged.mass = mass(matrix)
+        together: dict[tuple[Bucket, torch.dtype], list[int]] = {}
+        for number, (weight, gradient) in enumerate(gradients):
+            together.setdefault((first_bucket(weight), gradient.dtype), []).append(number)
+        found: dict[int, Staged] = {}
         try:
-            for bucket in weight.deferred.buckets:
-                staged.sent.append(weight.deferred.send(bucket, matrix))
+            for numbers in together.values():
+                found.update(zip(numbers, self._together([gradients[number] for number in numbers]), strict=True))
         except BaseException:
-            self.void(staged)  # else the log would lose their places
+            for staged in found.values():
+                void(self._runtime, staged.sent)
             raise
-        return staged
+        return [found[number] for number in range(len(gradients))]
 
-    def void(self, staged: Staged) -> None:
-        """Forget a gradient that no step will take; waits for its copies, since the log's room is used again.
+    def _together(self, gradients: Sequence[tuple[SplitWeight, torch.Tensor]]) -> list[Staged]:
+        runtime, device = self._runtime, self._runtime.device
+        group = self.groups.of([weight for weight, _ in gradients], gradients[0][1].dtype)
+        whole = [gradient.contiguous() for _, gradient in gradients]
+        energies = torch.empty(group.columns[-1].stop, dtype=torch.float32, device=device.torch_device)
+        device.charge(sum(gradient.nbytes for gradient in whole) + 2 * group.kept.nbytes)
+
+        def pack(sent: torch.Tensor) -> None:
+            runtime.kernels.pack_bucket(group.tables, whole, sent, group.kept, energies)
+
+        packed: torch.Tensor | None = None
+        if len(group.buckets) > 1:  # of one large weight
+            packed = torch.empty(group.sent_elements, dtype=group.kept.dtype, device=device.torch_device)
+            pack(packed)
+        sent: list[SentPart] = []
+        try:
+            for bucket, (start, parts) in group.buckets.items():
+                sent += self._send(bucket, parts, group.kept.dtype, pack if packed is None else packed[start:])
+        except BaseException:
+            void(runtime, sent)
+            raise
+        rest = iter(sent)
+        found = []
+        for number, (weight, gradient) in enumerate(gradients):
+            record = GradientRecord(weight.name, energies, group.columns[number])
+            own = [next(rest) for _ in _parts(weight)]
+            staged = Staged(record, group, group.resident[number], group.selected[number], own)
+            if runtime.ledger is not None:
+                staged.mass = mass(gradient)
+            found.append(staged)
+        return found
+
+    def _send(
+        self,
+        bucket: Bucket,
+        parts: Sequence[tuple[Part, int]],
+        dtype: torch.dtype,
+        packed: torch.Tensor | Callable[[torch.Tensor], object],
+    ) -> list[SentPart]:
+        """Send a bucket's columns.
 
         Args:
-            staged: what `stage` gave.
+            bucket: whose columns they are.
+            parts: of it, with their elements.
+            dtype: of the gradients.
+            packed: all of them on the device, flat, with others behind them perhaps; or what packs them.
+        """
+        runtime, device = self._runtime, self._runtime.device
+        numel = sum(elements for _, elements in parts)
+        nbytes = numel * dtype.itemsize
+        for part, elements in parts:
+            plan_entry(runtime, part, elements * dtype.itemsize)
+        device.charge_thread(buckets=1)
+        runtime.room.make(nbytes)
+        device.charge(2 * nbytes)
+        if device.in_host_memory:
+            write = saved_into(packed[:numel]) if isinstance(packed, torch.Tensor) else packed
+            place, memory, transfer = runtime.log.write(numel, dtype, write)
+        else:
+            if not isinstance(packed, torch.Tensor):
+                pack, packed = packed, torch.empty(numel, dtype=dtype, device=device.torch_device)
+                pack(packed)
+            place, memory, transfer = runtime.log.send(packed[:numel])
+        runtime.room.add(transfer, nbytes)
+        runtime.last_d2h = transfer
+        runtime.traffic.d2h_bytes += nbytes
+        sent = Sent(bucket, place, transfer, len(parts))
+        bucket.places.append(place)
+        ends = itertools.accumulate((elements for _, elements in parts), initial=0)
+        return [
+            SentPart(sent, HostGradient(memory, start, elements, transfer))
+            for (_, elements), start in zip(parts, ends, strict=False)
+        ]
+
+
+def _parts(weight: SplitWeight) -> list[Part]:
+    assert weight.deferred is not None
+    return weight.deferred.parts
+
+
+def void(runtime: Runtime, sent: Sequence[SentPart]) -> None:
+    """Forget gradients that no step will take.
+
+    Waits for their copies, since the log's room is used again: at once where nothing else lies in the same place, else
+    after the window. Another gradient of the same step then needs room beside it, which is planned from now on.
+    """
+    for one in sent:
+        runtime.device.block_on(one.gradient.transfer)
+        one.sent.parts -= 1
+        bucket = one.sent.bucket
+        if one.sent.parts:
+            one.sent.unused_bytes += padded(one.gradient.numel * one.gradient.dtype.itemsize)
+            runtime.buckets.plan_beside(bucket, one.sent.unused_bytes)
+        else:
+            bucket.places.remove(one.sent.place)
+            runtime.log.give_back([one.sent.place])
+
+
+class ColumnStager:
+    """What can be done with one weight's gradient that has left, or is to leave, during backward.
+
+    Args:
+        runtime: shared by all weights.
+        weight: whose gradient it is.
+    """
+
+    def __init__(self, runtime: Runtime, weight: SplitWeight) -> None:
+        self._runtime = runtime
+        self.weight = weight
+
+    @property
+    def bucket(self) -> Bucket:
+        """That of its first columns."""
+        return first_bucket(self.weight)
+
+    def void(self, staged: Staged) -> None:
+        """Forget a gradient that no step will take.
+
+        Args:
+            staged: of this weight.
         """
         staged.record.give_up()
-        for sent in staged.sent:
-            self._runtime.device.block_on(sent.transfer)
-        self._runtime.log.give_back([sent.place for sent in staged.sent])
-        staged.sent.clear()
+        void(self._runtime, staged.sent)
+        staged.sent = []
 
     def restore(self, staged: Staged) -> torch.Tensor:
         """Bring a gradient back, bit for bit, times what it was multiplied with meanwhile; waits for the copies.
 
         Args:
-            staged: what `stage` gave, with the weight split as it was then.
+            staged: of this weight, split as it was then.
 
         Returns:
             The gradient in the parameter's shape, strides and dtype.
         """
         self._runtime.engine.process.require()
-        weight, kernels = self._weight, self._runtime.kernels
+        weight, kernels = self.weight, self._runtime.kernels
         plan, record = weight.plan, staged.record
         assert weight.deferred is not None
         gradient = torch.empty_like(weight.parameter, requires_grad=False)
@@ -127,19 +217,19 @@ class ColumnStager:
             matrix[:, : plan.resident] = staged.resident.t()
         if staged.selected is not None:
             kernels.scatter(matrix, weight.selected_index, staged.selected)
-        for bucket, sent in zip(weight.deferred.buckets, staged.sent, strict=True):
-            kernels.scatter(matrix, bucket.columns, self._fetch_back(sent).view(len(bucket.slots), plan.rows))
+        for part, sent in zip(weight.deferred.parts, staged.sent, strict=True):
+            kernels.scatter(matrix, part.columns, self._fetch_back(sent).view(len(part.slots), plan.rows))
         self._runtime.device.charge(2 * gradient.nbytes)
         self.void(staged)
         if record.zeroed:
             return gradient.zero_()
         return gradient if record.factor is None else gradient.mul_(record.factor)
 
-    def _fetch_back(self, sent: SentBucket) -> torch.Tensor:
+    def _fetch_back(self, sent: SentPart) -> torch.Tensor:
         device = self._runtime.device
-        device.block_on(sent.transfer)
+        device.block_on(sent.gradient.transfer)
         parts = []
-        for piece in sent.pieces:
+        for piece in sent.gradient.pieces():
             transfer, part = device.h2d(piece, HostSpan(), device.asked())
             device.block_on(transfer)  # the piece's place is given back soon
             device.join(transfer, part)

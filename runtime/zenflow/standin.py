@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from zenflow.device import in_backward
 from zenflow.errors import UnsupportedError
 from zenflow.kernels.base import column_norms
 
@@ -29,12 +30,13 @@ class GradientRecord:
     """
 
     __slots__ = (
+        "_columns",
+        "_energies",
         "_gone",
         "_mixed",
         "_norm",
         "_whole",
         "bring_back",
-        "energies",
         "factor",
         "name",
         "together",
@@ -42,15 +44,17 @@ class GradientRecord:
         "zeroed",
     )
 
-    def __init__(self, name: str, energies: torch.Tensor) -> None:
+    def __init__(self, name: str, energies: torch.Tensor, columns: range | None = None) -> None:
         """Begin with a gradient as backward left it.
 
         Args:
             name: the parameter's.
-            energies: [columns] fp32, the squared L2 norm of each column; not finite where the column is not.
+            energies: fp32, the squared L2 norm of each column; not finite where the column is not.
+            columns: where in it those of this gradient are; None: it has no others.
         """
         self.name = name
-        self.energies = energies
+        self._energies = energies
+        self._columns = columns
         self.factor: torch.Tensor | None = None
         """0-dim fp32: what the gradient was multiplied with; None: nothing."""
         self.unscale: torch.Tensor | None = None
@@ -65,6 +69,13 @@ class GradientRecord:
         self._norm: torch.Tensor | None = None  # without `factor`
         self._gone = False
         self._mixed = False
+
+    @property
+    def energies(self) -> torch.Tensor:
+        """[columns] fp32, as it began with them."""
+        if self._columns is not None:
+            self._energies, self._columns = self._energies[self._columns.start : self._columns.stop], None
+        return self._energies
 
     def norm(self) -> torch.Tensor:
         """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
@@ -87,10 +98,6 @@ class GradientRecord:
         """
         self._require_here()
         self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
-
-    def mix(self) -> None:
-        """Say that backward has added to the gradient after a step had taken it, so that the sum is not to be had."""
-        self._mixed = True
 
     @property
     def whole(self) -> torch.Tensor | None:
@@ -117,6 +124,19 @@ class GradientRecord:
         if self._whole is None:
             self.require_current()
             raise taken(self.name)
+        return self._whole
+
+    def added_to(self) -> torch.Tensor | None:
+        """The gradient itself, for backward to add to; None where a step has taken it.
+
+        Then the sum is not to be had, an error only if somebody uses it: many a script throws it away.
+
+        Raises:
+            UnsupportedError: another tensor has its place in `.grad`.
+        """
+        self._require_here()
+        self._whole = self.bring_back()
+        self._mixed |= self._whole is None
         return self._whole
 
     def give_up(self) -> None:
@@ -299,6 +319,13 @@ def _foreach_scale(func: Any, tensors: Sequence[torch.Tensor], value: Any) -> An
     return None
 
 
+def _add(func: Any, gradient: Any, other: Any, **scaled: Any) -> Any:
+    if not isinstance(gradient, GradientPlaceholder) or not in_backward():
+        return NotImplemented
+    whole = gradient.record.added_to()
+    return gradient if whole is None else func(whole, other, **scaled)
+
+
 def _zero(_: object, gradient: GradientPlaceholder) -> GradientPlaceholder:
     gradient.record.zero()
     return gradient
@@ -396,6 +423,8 @@ def _plain(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 _HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
+        _aten.add: _add,
+        _aten.add_: _add,
         _aten.linalg_vector_norm: _norm,
         _aten._foreach_norm: _foreach_norm,
         _aten.mul_: _scale,

@@ -129,6 +129,11 @@ class Moved:
         self.change_squares += change**2 / share
         self.weight_squares += weights**2 / share
 
+    def join(self, other: Moved) -> None:
+        """Count what another one has counted."""
+        self.change_squares += other.change_squares
+        self.weight_squares += other.weight_squares
+
 
 @dataclass(frozen=True, slots=True)
 class StepStats:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +22,9 @@ from zenflow.standin import GradientPlaceholder, GradientRecord, taken
 class Source(Protocol):
     """What can be done with one parameter's gradient; `ColumnStager` does it."""
 
-    def stage(self, gradient: torch.Tensor) -> Staged | None:
-        """Send a gradient away; None where it has to stay."""
+    @property
+    def bucket(self) -> object | None:
+        """What it leaves together with; None: it stays."""
 
     def restore(self, staged: Staged) -> torch.Tensor:
         """Bring it back."""
@@ -29,20 +33,44 @@ class Source(Protocol):
         """Forget it."""
 
 
+Dispatch = Callable[[Sequence[tuple[Any, torch.Tensor]]], Sequence[Staged]]
+"""Sends gradients away, each with its source."""
+
+
+class _Group:
+    """Parameters whose gradients leave together: when the last of them has come that came in the step before."""
+
+    __slots__ = ("left", "ready", "stream", "watches")
+
+    def __init__(self) -> None:
+        self.watches: list[_Watch] = []
+        self.ready: list[_Watch] = []
+        self.left = 0
+        """Gradients that are still to come."""
+        self.stream = 0
+        """On which the first of those that are ready was computed."""
+
+    def begin_step(self) -> None:
+        self.ready.clear()
+        self.left = sum(watch.came for watch in self.watches)
+
+
 class _Watch:
     """One parameter: its hooks, and where its gradient is in this step."""
 
     __slots__ = (
         "__weakref__",
         "bring_back",
+        "came",
         "error",
         "expected",
         "firings",
+        "group",
         "handles",
-        "lost",
         "parameter",
         "source",
         "staged",
+        "standin",
         "together",
     )
 
@@ -52,9 +80,12 @@ class _Watch:
         self.parameter = parameter
         self.handles: list[Any] = []
         self.source: Source | None = None
+        self.group: _Group | None = None
+        self.came = True
+        """Whether there was a gradient in the last step."""
         self.staged: Staged | None = None
-        self.lost: GradientPlaceholder | None = None
-        """What stood in `.grad` for a gradient that a step has taken, while backward adds to it."""
+        self.standin: GradientPlaceholder | None = None
+        """The last one, which is used again once nobody else has it."""
         self.firings = 0
         self.expected = expected
         """Firings in a step, as the last step had them."""
@@ -82,6 +113,10 @@ class _Watch:
         """Put what was staged back into `.grad`, or zeros in place of what was zeroed; None where nothing is."""
         staged, self.staged = self.own(), None
         gradient = self.parameter.grad
+        if staged is not None and staged.record.zeroed:
+            self.staged = staged
+            self.forget()
+            staged = None
         if staged is None and isinstance(gradient, GradientPlaceholder) and gradient.record.zeroed:
             zeros = self.parameter.grad = torch.zeros_like(self.parameter, requires_grad=False)
             return zeros
@@ -92,35 +127,42 @@ class _Watch:
         return whole
 
     @property
-    def stands_in(self) -> bool:
-        """Whether what is in `.grad` is no gradient to add to."""
-        return self.staged is not None or isinstance(self.parameter.grad, GradientPlaceholder)
-
-    def before(self) -> None:
-        """A gradient is about to be added to `.grad`."""
-        if self.staged is not None:
-            self.restore()
+    def can_leave(self) -> bool:
+        """Whether what is in `.grad` can be sent away."""
         gradient = self.parameter.grad
-        if isinstance(gradient, GradientPlaceholder):
-            self.lost = None if gradient.record.zeroed else gradient
-            self.parameter.grad = None  # where it was zeroed, what comes next is the sum
+        return (
+            gradient is not None
+            and gradient.layout == torch.strided
+            and not gradient.requires_grad
+            and gradient.dtype == self.parameter.dtype
+            and not isinstance(gradient, GradientPlaceholder)
+        )
 
-    def after(self) -> None:
-        """A gradient was added to `.grad`."""
-        self.firings += 1
-        if self.lost is not None:  # an error only if somebody uses it: many a script throws it away
-            self.lost.record.mix()
-            self.parameter.grad, self.lost = self.lost, None
-            return
-        gradient = self.parameter.grad
-        if self.source is None or self.firings != self.expected or gradient is None:
-            return
-        plain = gradient.layout == torch.strided and not gradient.requires_grad
-        if plain and gradient.dtype == self.parameter.dtype:
-            self.staged = self.source.stage(gradient)
-        if self.staged is not None:
-            self.staged.record.bring_back, self.staged.record.together = self.bring_back, self.together
-            self.parameter.grad = GradientPlaceholder(self.parameter, self.staged.record)
+    def take(self, staged: Staged) -> None:
+        """Its gradient has left."""
+        self.staged, record, parameter = staged, staged.record, self.parameter
+        record.bring_back, record.together = self.bring_back, self.together
+        if (
+            self.standin is not None
+            and _references(self) <= _own_references()
+            and self.standin.dtype == parameter.dtype
+        ):
+            self.standin.record = record
+        else:
+            self.standin = GradientPlaceholder(parameter, record)
+        parameter.grad = self.standin
+
+
+def _references(owner: Any) -> int:
+    return sys.getrefcount(owner.standin)
+
+
+@functools.cache
+def _own_references() -> int:
+    """To a stand-in that its watch alone has; fewer than there can be where counts are not exact."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return -1
+    return _references(SimpleNamespace(standin=object()))
 
 
 def _together(streamer: weakref.ref[Streamer]) -> Callable[[], Sequence[GradientRecord]]:
@@ -150,13 +192,18 @@ class Streamer:
     next step on as many are expected as the last one had. So the gradient is exact always, and only slower at first.
     """
 
-    def __init__(self, least_firings: int = 1) -> None:
+    def __init__(self, least_firings: int, dispatch: Dispatch, current_stream: Callable[[], int]) -> None:
         """Begin without parameters.
 
         Args:
             least_firings: of each parameter in a step, the user's `gradient_accumulation_steps`.
+            dispatch: sends gradients away.
+            current_stream: on which the gradient of a hook was computed.
         """
         self._least = least_firings
+        self._dispatch = dispatch
+        self._current_stream = current_stream
+        self._groups: list[_Group] = []
         self._watches: dict[int, _Watch] = {}
         self._known: dict[int, int] = {}
 
@@ -170,7 +217,7 @@ class Streamer:
             if parameter.requires_grad and id(parameter) not in self._watches:
                 expected = self._known.pop(id(parameter), self._least)
                 watch = self._watches[id(parameter)] = _Watch(parameter, expected, _together(weakref.ref(self)))
-                watch.handles = _registered(watch)
+                watch.handles = _registered(weakref.ref(self), watch)
 
     def expected(self, parameter: nn.Parameter) -> int:
         """How many firings the next step of a parameter is expected to have."""
@@ -206,6 +253,45 @@ class Streamer:
         watch = self._watches.get(id(parameter))
         if watch is not None:
             watch.source = source
+
+    def regroup(self) -> None:
+        """Let gradients leave by the buckets that there are now; nothing has left."""
+        groups: dict[int, _Group] = {}
+        for watch in self._watches.values():
+            bucket = None if watch.source is None else watch.source.bucket
+            watch.group = None
+            if bucket is not None:
+                watch.group = groups.setdefault(id(bucket), _Group())
+                watch.group.watches.append(watch)
+        self._groups = list(groups.values())
+        for group in self._groups:
+            group.begin_step()
+
+    def came(self, watch: _Watch) -> Sequence[_Watch]:
+        """Count a gradient that was added to `.grad`; which are to be sent now."""
+        watch.firings += 1
+        group = watch.group
+        if group is None or watch.firings != watch.expected:
+            return ()
+        group.left -= 1
+        stream = self._current_stream()
+        if not group.ready:
+            group.stream = stream
+        elif stream != group.stream:  # in whose order the others leave
+            return [watch]
+        group.ready.append(watch)
+        if group.left > 0:
+            return ()
+        ready, group.ready = group.ready, []
+        return ready
+
+    def send(self, watches: Sequence[_Watch]) -> None:
+        """Send gradients away."""
+        leaving = [watch for watch in watches if watch.can_leave]
+        if leaving:
+            gradients = [(watch.source, watch.parameter.grad) for watch in leaving]
+            for watch, staged in zip(leaving, self._dispatch(gradients), strict=True):  # type: ignore[arg-type]
+                watch.take(staged)
 
     def records(self) -> list[GradientRecord]:
         """Of all gradients that have left and that no step has taken."""
@@ -250,9 +336,12 @@ class Streamer:
         """
         for watch in self._watches.values():
             watch.staged = None
-            if watch.firings:
+            watch.came = watch.firings > 0
+            if watch.came:
                 watch.expected = max(self._least, watch.firings)
                 watch.firings = 0
+        for group in self._groups:
+            group.begin_step()
 
     def restore(self) -> None:
         """Put all that is staged back into `.grad`, before columns change tier between two steps."""
@@ -269,15 +358,18 @@ class Streamer:
         self._watches.clear()
 
 
-def _registered(watch: _Watch) -> list[Any]:
-    """Handles of the hooks that tell a parameter's watch of its gradients."""
+def _registered(streamer: weakref.ref[Streamer], watch: _Watch) -> list[Any]:
+    """Handles of the hooks that tell of a parameter's gradients.
+
+    None is needed before a gradient is added: a stand-in that is added to is brought back.
+    """
+    hook = _hook(streamer, weakref.ref(watch))
     parameter = watch.parameter
-    before, after = _hooks(weakref.ref(watch))
     if not isinstance(parameter, Rows):
-        return [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
-    # FSDP2 adds the gradient itself, and asks a stand-in for it where it does; then it runs these hooks of the DTensor
-    # behind the reduce-scatter of its unit. What raises there would leave the other ranks in the next collective.
-    return [parameter.whole.register_post_accumulate_grad_hook(_kept(weakref.ref(watch), after))]
+        return [parameter.register_post_accumulate_grad_hook(hook)]
+    # FSDP2 adds the gradient itself; then it runs these hooks of the DTensor behind the reduce-scatter of its unit.
+    # What raises there would leave the other ranks in the next collective.
+    return [parameter.whole.register_post_accumulate_grad_hook(_kept(weakref.ref(watch), hook))]
 
 
 def _kept(watch: weakref.ref[_Watch], hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -293,20 +385,15 @@ def _kept(watch: weakref.ref[_Watch], hook: Callable[[torch.Tensor], None]) -> C
     return keeping
 
 
-def _hooks(
-    watch: weakref.ref[_Watch],
-) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Hooks that do not keep the optimizer alive, and leave a forked child's gradients whole."""
+def _hook(streamer: weakref.ref[Streamer], watch: weakref.ref[_Watch]) -> Callable[[torch.Tensor], None]:
+    """A hook that does not keep the optimizer alive, and leaves a forked child's gradients whole."""
     process = OwnProcess()
 
-    def before(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None and owner.stands_in and process.is_this:
-            with HeldSignals(), torch.no_grad():
-                owner.before()
-
     def after(_: torch.Tensor) -> None:
-        if (owner := watch()) is not None and process.is_this:
+        if (owner := streamer()) is None or (one := watch()) is None:
+            return
+        if (ready := owner.came(one)) and process.is_this:
             with HeldSignals(), torch.no_grad():
-                owner.after()
+                owner.send(ready)
 
-    return before, after
+    return after

@@ -154,6 +154,7 @@ class Training:
             with sums.keeping():
                 self.engine.check()
                 live = self._live(groups)
+                self.gradients.dispatch(live)
         with self._communicating():
             skip = sums.take(self.model.weights, live, self.clock.step + 1, found_inf)
         if sums.error is None:
@@ -175,6 +176,7 @@ class Training:
         self.restored_flushed = False
         self._torn = True
         self.gradients.hand_over()
+        self.gradients.dispatch(live)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
 
     def _end_step(self) -> None:
@@ -289,27 +291,18 @@ class Training:
         """Log the deferred columns, update the others, make visible what is due, close the window."""
         windows = self.model.windows
         moves = windows.resolve_pending(self.history.open) if plan.closes else {}
-        # What left during backward is not sent twice: the host reads its columns from the log.
-        ahead = {
-            one.weight: one.weight.deferred.send_ahead(one.matrix(), moves[one.weight])
-            for one in live
-            if one.weight in moves and one.weight.deferred is not None and not one.left
-        }
-        # What waits for the link is bounded to one step's gradients; a wait for that is spent updating.
-        behind = None if self._last_d2h is None or self._last_d2h.done() else self._last_d2h
-        if behind is not None:
-            update_on_device(self.runtime, live, self.hypers)
+        self.gradients.dispatch(live)  # of weights whose first gradient this is
+        update_on_device(self.runtime, live, self.hypers)
+        # What waits for the link is bounded to one step's gradients.
+        if self._last_d2h is not None and not self._last_d2h.done():
             with self.history.open.timed(self._device, "d2h"):
-                self._device.block_on(behind)
+                self._device.block_on(self._last_d2h)
         for gradient in live:
             gradient.log(plan.step, self.hypers[gradient.weight.group])
         self._last_d2h = self.runtime.last_d2h
-        if behind is None:
-            update_on_device(self.runtime, live, self.hypers)
         windows.apply(plan.step, self.history.open, everything=plan.closes)
         if plan.closes:
-            streamed = any(gradient.left for gradient in live)
-            windows.close(plan, self.hypers, moves, ahead, self.history.open, streamed=streamed)
+            windows.close(plan, self.hypers, moves, self.history.open, streamed=self.gradients.streamed)
             self._end_window()
 
     def _end_window(self) -> None:
@@ -362,7 +355,7 @@ class Training:
         windows.apply(self.clock.step, record, everything=True)
         if self.clock.window_steps:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
-            windows.close(plan, self.hypers, windows.resolve_pending(record), {}, record)
+            windows.close(plan, self.hypers, windows.resolve_pending(record), record)
             self._end_window()
             self.finish_late()
         self.engine.drain()
@@ -509,7 +502,8 @@ class Training:
     def pending_steps(self) -> int:
         """How many steps have gradients of which the weights show nothing yet, or not everywhere."""
         entries = [entry for weight in self.model.weights for entry in weight.pending_entries()]
-        flying = (step for flight in self.model.windows.in_flight for step in flight.window.steps)
+        flights = self.model.windows.in_flight
+        flying = (step for flight in flights for window in flight.windows for step in window.steps)
         return len({*flying, *(entry.step for entry in entries if entry.live()[1])})
 
     def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:

@@ -103,17 +103,29 @@ class WeightState:
         return self.plan.view(self.parameter.detach())
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is stored without gaps, as kernels of a whole bucket need it."""
+        return self.parameter.is_contiguous()
+
+    @property
     def selected_index(self) -> torch.Tensor:
         """[plan.selected] int64 on the device: the selected columns in state order."""
         return self.split.selected_index
 
+    @property
+    def selected_columns(self) -> torch.Tensor:
+        """The same on the CPU."""
+        return self.split.selected_columns
+
     # --- splits ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Read the masters; at the first gradient, after `propose` where something is to be selected."""
-        values = self._runtime.masters.take(self.parameter)
+        """Make room; at the first gradient, after `propose` where something is to be selected, before `read`."""
         self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
-        self._split.read_masters(values)
+
+    def read(self) -> None:
+        """Read the masters."""
+        self.split.read_masters(self._runtime.masters.take(self.parameter))
         self._runtime.device.charge(2 * self.parameter.nbytes)
 
     def _make_split(self, *, flat: bool) -> SplitState:
@@ -151,7 +163,7 @@ class WeightState:
         if before is None or plan.same_split(self.plan):
             self.plan = plan
             if self.deferred is not None:
-                self.deferred.renumber(plan.first_bucket)
+                self.deferred.join(plan)
             return
         self.plan = plan
         self._split = self._make_split(flat=plan.resident == plan.columns and before.same_counts())
@@ -297,7 +309,7 @@ class WeightState:
 
     def pending_entries(self) -> list[LogEntry]:
         """Of its open window."""
-        return [] if self.deferred is None else [entry for bucket in self.deferred.buckets for entry in bucket.log]
+        return [] if self.deferred is None else [entry for part in self.deferred.parts for entry in part.log]
 
     def pending_mass(self) -> int:
         """Mass of the logged gradients, for the ledger."""
@@ -358,7 +370,7 @@ def send_moves(runtime: Runtime, changes: Mapping[WeightState, SelectionChange])
     buckets = {}
     for weight, change in changes.items():
         assert weight.deferred is not None
-        slots = [bucket.slots for bucket in weight.deferred.buckets]
+        slots = [part.slots for part in weight.deferred.parts]
         buckets[weight] = change_of_buckets(change, weight.split.slot_columns, slots)
         selected = weight.split.selected_columns.clone()
         selected.numpy()[change.places.numpy()] = change.to_selected.numpy()

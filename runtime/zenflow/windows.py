@@ -8,17 +8,20 @@ from contextlib import nullcontext
 import torch
 
 from zenflow.arrivals import H2DQueue
+from zenflow.buckets import Bucket, Part, transfers_of
 from zenflow.checkpoint_format import SavedUpdate
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
-from zenflow.deferred import Ahead
+from zenflow.deferred import PartWindow
 from zenflow.device import Mark
+from zenflow.groups import Groups
+from zenflow.host.engine import Job
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.schedule import StepPlan, due_step
-from zenflow.selection import Move
-from zenflow.stats import StepRecord, Wait
-from zenflow.weight import OutsideWrite, WeightState, send_moves
+from zenflow.selection import BucketMove, Move
+from zenflow.stats import Moved, StepRecord, Wait
+from zenflow.weight import OutsideWrite, WeightState, send_moves, wrote
 
 
 class Windows:
@@ -33,6 +36,7 @@ class Windows:
         self.buckets = 0
         """B: of the whole model."""
         self._in_flight: list[PendingUpdate] = []
+        self._groups = Groups(runtime)
         self._arrivals = H2DQueue(self.config.staging_bytes)
         self.waits: LateWeights | None = None
 
@@ -62,7 +66,6 @@ class Windows:
         plan: StepPlan,
         hypers: Sequence[Hyper],
         moves: Mapping[WeightState, Move],
-        ahead: Mapping[WeightState, Ahead],
         record: StepRecord,
         *,
         streamed: bool = False,
@@ -73,14 +76,13 @@ class Windows:
             plan: the closing step.
             hypers: of each parameter group, at the closing step.
             moves: columns that change tier here.
-            ahead: the closing step's gradient of the columns that leave the deferred tier, already on its way.
             record: receives the waits.
             streamed: whether the step's gradients left during backward, the last weight's first.
         """
         record.closed = True
         # First all that leave and then all that join: the joining state arrives behind the step's gradients.
         leaving = {
-            weight: weight.deferred.submit_leave(move, hypers[weight.group], ahead.get(weight))
+            weight: weight.deferred.submit_leave(move, hypers[weight.group])
             for weight, move in moves.items()
             if weight.deferred is not None
         }
@@ -91,8 +93,8 @@ class Windows:
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
         foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
         with foremost_first if plan.synchronous or not self._device.takes_host_cores else nullcontext():
-            for weight in self._in_order(plan):
-                self._submit(weight, plan, hypers[weight.group], moves.get(weight), in_turn=in_turn)
+            for bucket, parts in self._by_bucket(self._in_order(plan), moves).items():
+                self._submit(bucket, parts, plan, hypers, in_turn=in_turn)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)
@@ -104,18 +106,85 @@ class Windows:
         """The weights in the order in which their results are needed: by their steps, else by forward's use."""
         return self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
 
-    def _submit(self, weight: WeightState, plan: StepPlan, closing: Hyper, move: Move | None, *, in_turn: bool) -> None:
-        if weight.deferred is None:
-            return
-        buckets = weight.deferred.buckets
-        for bucket, leaves in zip(buckets, [None] * len(buckets) if move is None else move.buckets, strict=True):
-            due = plan.step if plan.synchronous else self._due(plan, bucket.index)
-            # Where host work slows the steps down, each step has its share of it; else the sooner the better.
-            start = due - 1 if self._device.takes_host_cores else 0
-            window = weight.deferred.submit_window(bucket, closing, leaves, after_all_d2h=in_turn, not_before=start)
+    def _by_bucket(
+        self, weights: Sequence[WeightState], moves: Mapping[WeightState, Move]
+    ) -> dict[Bucket, list[_ClosingPart]]:
+        """The parts of each bucket, each with the columns that change tier; in the order of the first of them."""
+        found: dict[Bucket, list[_ClosingPart]] = {}
+        for weight in weights:
+            if weight.deferred is None:
+                continue
+            parts = weight.deferred.parts
+            move = moves.get(weight)
+            for number, part in enumerate(parts):
+                leaves = None if move is None else move.buckets[number]
+                found.setdefault(part.bucket, []).append((weight, part, leaves))
+        return found
+
+    def _submit(
+        self,
+        bucket: Bucket,
+        parts: Sequence[_ClosingPart],
+        plan: StepPlan,
+        hypers: Sequence[Hyper],
+        *,
+        in_turn: bool,
+    ) -> None:
+        """Hand a bucket's window to the host, as one job."""
+        places, bucket.places = bucket.places, []
+        weights: list[WeightState] = []
+        windows: list[PartWindow] = []
+        numel = 0
+        for weight, part, leaves in parts:
+            assert weight.deferred is not None
+            window = weight.deferred.close_part(part, hypers[weight.group], leaves, numel)
             if window is not None:
-                self._in_flight.append(PendingUpdate(weight, window, due, plan.synchronous))
-                weight.in_flight.add(bucket.index)
+                weights.append(weight)
+                windows.append(window)
+                numel += window.result.numel()
+        log, runtime = self._runtime.log, self._runtime
+        if not windows:
+            log.give_back(places)
+            return
+        log.promise(places)
+        inputs = transfers_of([entry for window in windows for entry in window.entries])
+        gradients = windows[-1].entries[-1].gradient.transfer
+        if in_turn and runtime.last_d2h is not None:  # only when every gradient has arrived, as DeepSpeed does
+            inputs.append(gradients := runtime.last_d2h)
+        if bucket.sent is not None:
+            inputs.append(bucket.sent)
+        tiers = [weight.deferred for weight in weights]
+
+        def done() -> None:
+            for tier, window in zip(tiers, windows, strict=True):
+                assert tier is not None
+                tier.done(window)
+            log.give_back(places)
+
+        due = plan.step if plan.synchronous else self._due(plan, windows[0].part.index)
+        job = Job(
+            f"updating {_named(weights)}",
+            self._device,
+            [window.task for window in windows if window.task is not None],
+            nbytes=sum(window.nbytes for window in windows),
+            inputs=inputs,
+            result=runtime.buckets.result_of(bucket)[:numel],
+            after=done,
+            # Where host work slows the steps down, each step has its share of it; else the sooner the better.
+            not_before=due - 1 if self._device.takes_host_cores else 0,
+        )
+        runtime.device.charge_thread(jobs=1)
+        runtime.engine.submit(job)
+        self._fly(PendingUpdate(weights, windows, job, gradients, due, plan.synchronous))
+
+    def _fly(self, flight: PendingUpdate) -> None:
+        self._in_flight.append(flight)
+        for weight, window in flight.parts():
+            weight.in_flight.add(window.part.index)
+
+    def forget_groups(self) -> None:
+        """Every bucket may be another one from now on."""
+        self._groups.forget()
 
     @property
     def in_flight(self) -> Sequence[PendingUpdate]:
@@ -125,21 +194,33 @@ class Windows:
     def restore(self, weight: WeightState, saved: SavedUpdate) -> None:
         """Put a saved flight of a weight under way again."""
         assert weight.deferred is not None
-        slots: range | torch.Tensor = weight.deferred.buckets[saved.bucket].slots
+        slots: range | torch.Tensor = weight.deferred.parts[saved.bucket].slots
         if saved.passed_over:
             slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
         window = weight.deferred.restore_window(saved.bucket, slots, saved.decay, saved.steps)
-        flight = PendingUpdate(weight, window, saved.due)
-        weight.in_flight.add(flight.window.bucket.index)
-        self._in_flight.append(flight)
+        job = self._resent(window.result.view(-1))
+        self._fly(PendingUpdate([weight], [window], job, None, saved.due))
+
+    def _resent(self, result: torch.Tensor) -> Job:
+        """A job that only sends what the host has done."""
+        job = Job("sending weights again", self._device, (), nbytes=0, inputs=[], result=result)
+        return self._runtime.engine.submit(job)
 
     def _rewrite(self, weight: WeightState, before: torch.Tensor) -> None:
         """Let what is in flight count on top of what was written; `before` has the weight's shape."""
         assert weight.deferred is not None
         self._runtime.engine.drain()
-        for flight in [flight for flight in self._in_flight if flight.weight is weight]:
-            done = flight.window.job
-            flight.window = weight.deferred.rewrite_window(flight.window, weight.plan.view(before), weight.matrix())
+        for flight in self._in_flight:
+            mine = [window for of, window in flight.parts() if of is weight]
+            if not mine:
+                continue
+            done = flight.job
+            if done.transfer is not None:
+                done.transfer.wait()
+            for window in mine:
+                weight.deferred.rewrite_window(window, weight.plan.view(before), weight.matrix())
+            assert done.result is not None
+            flight.job = self._resent(done.result)
             self._arrivals.done(done)
 
     def _due(self, plan: StepPlan, bucket: int) -> int:
@@ -158,7 +239,7 @@ class Windows:
             return
         began = self._device.mark(), self._device.clock.now()
         for flight in self._in_flight:
-            flight.window.job.wait(self._runtime.engine)
+            flight.job.wait(self._runtime.engine)
         self.ask(step)
         while self._in_flight:
             self._show(self._in_flight[0], step, record, began)
@@ -172,7 +253,7 @@ class Windows:
         They cross the link when they are finished and there is staging memory for them on the device.
         """
         self._arrivals.most_bytes = self.config.staging_bytes
-        self._arrivals.want(flight.window.job for flight in self._in_flight if flight.due <= step)
+        self._arrivals.want(flight.job for flight in self._in_flight if flight.due <= step)
 
     def apply(self, step: int, record: StepRecord, *, everything: bool = False) -> None:
         """Make visible what is due after a step (or everything that is in flight).
@@ -185,11 +266,14 @@ class Windows:
 
     def show_late(self, flight: PendingUpdate, record: StepRecord) -> None:
         """Make a bucket visible whose wait was left to the use of its weight."""
+        weights = list(dict.fromkeys(flight.weights))
         with self._device.in_order():
-            if (write := flight.weight.end_watch()) is not None:
-                self.take_outside_write(flight.weight, write)
+            for weight, write in [(weight, weight.end_watch()) for weight in weights]:
+                if write is not None:
+                    self.take_outside_write(weight, write)
             self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
-        flight.weight.watch()
+        for weight in weights:
+            weight.watch()
 
     def take_restored(self, weight: WeightState) -> None:
         """Compare a weight with its restored state: what it is not as it was saved, somebody has written.
@@ -202,7 +286,7 @@ class Windows:
         if shown and deferred is not None:
             before = weight.parameter.detach().clone()
             for place, rows in shown.items():
-                columns = deferred.buckets[place].columns
+                columns = deferred.parts[place].columns
                 self._runtime.kernels.scatter(weight.plan.view(before), columns, rows.to(before.device))
             if not torch.equal(before, weight.parameter.detach()):
                 self._rewrite(weight, before)
@@ -222,24 +306,48 @@ class Windows:
 
     def _show(self, flight: PendingUpdate, step: int, record: StepRecord, began: tuple[Mark, float]) -> None:
         begin, cpu_begin = began
-        window, weight = flight.window, flight.weight
-        job = window.job
+        job = flight.job
         rows = job.receive(self._runtime.engine)
         cpu_s = self._device.clock.now() - cpu_begin
         assert job.transfer is not None
-        d2h_end = None if window.gradients is None else window.gradients.end
+        d2h_end = None if flight.gradients is None else flight.gradients.end
         record.waits.append(Wait(begin, self._device.mark(), cpu_s, d2h_end, job.transfer.begin))
-        weight.scatter(window.columns, rows)
+        self._write(flight, rows)
+        wrote(flight.weights)
         self._device.charge(2 * rows.nbytes)
-        window.bucket.sent = job.transfer
+        flight.windows[0].part.bucket.sent = job.transfer
         self._arrivals.done(job)
-        weight.in_flight.discard(window.bucket.index)
+        for weight, window in flight.parts():
+            weight.in_flight.discard(window.part.index)
         self._in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds
         record.host_bytes += job.nbytes
         record.host_elements += rows.numel()
-        for entry in window.entries:
-            record.applied.add(rows.numel(), step - entry.step)
-        if weight.deferred is not None:
-            weight.deferred.note_movement(window, record)
+        for window in flight.windows:
+            for entry in window.entries:
+                record.applied.add(window.result.numel(), step - entry.step)
+            if window.moved is not None:
+                record.moved = record.moved or Moved()
+                record.moved.join(window.moved)
+
+    def _write(self, flight: PendingUpdate, rows: torch.Tensor) -> None:
+        """Write the results of a bucket into its weights, by one launch where they are all there."""
+        kernels, weights = self._runtime.kernels, flight.weights
+        if all(window.is_whole and weight.is_plain for weight, window in flight.parts()):
+            tables = self._groups.of(weights, rows.dtype).tables
+            kernels.show_bucket(tables, [weight.parameter.detach() for weight in weights], rows)
+            return
+        for weight, window in flight.parts():
+            n, length = window.result.shape
+            arrived = rows.narrow(0, window.start, n * length).view(n, length)
+            kernels.scatter(weight.matrix(), window.columns, arrived)
+
+
+_ClosingPart = tuple[WeightState, Part, BucketMove | None]
+"""A weight's part of a bucket, and the columns of it that change tier."""
+
+
+def _named(weights: Sequence[WeightState]) -> str:
+    first, more = weights[0].name, len(weights) - 1
+    return f"{first} and {more} more" if more else first

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,7 +102,12 @@ def split_of(workload: Workload, config: ZenFlowConfig) -> Split:
         layer = _layer(names[id(parameter)])
         reached = max(reached, layer)
         stage = layer if layer >= 0 else (layers if buckets and reached == layers - 1 else 0)
-        buckets += [Bucket((high - low) * plan.rows, stage) for low, high in plan.bucket_slots]
+        for number, (low, high) in enumerate(plan.bucket_slots, plan.first_bucket):
+            size = (high - low) * plan.rows
+            if number < len(buckets):
+                buckets[number] = replace(buckets[number], elements=buckets[number].elements + size)
+            else:
+                buckets.append(Bucket(size, stage))
         resident += parameter.numel() - plan.deferred * plan.rows
         scored += parameter.numel() if 0 < plan.selected < plan.offloaded else 0
     return Split(tuple(buckets), resident, scored, layers)

@@ -29,6 +29,7 @@ from zftune.workload import load_text  # noqa: E402
 
 CODE = ("runtime/zenflow", "zftune/profile/measure.py", "zftune/workload")
 TOPK = 0.05
+BUCKET_BYTES = 50_000
 SEQUENCE = 16
 STATE, GRADIENT = 26, 2  # bytes of host traffic an element: state and result once a window, each logged gradient
 MOST_STALL, MOST_SPREAD = 0.02, 1.15  # of the default rig's step
@@ -87,8 +88,9 @@ def task_for(name: str) -> Task:
 
 
 def config_for(point: Point) -> ZenFlowConfig:
-    """k = 0.05; one selection for the whole run, so that every window is the same."""
-    return ZenFlowConfig(topk_ratio=TOPK, update_interval=point.update_interval, select_interval=1 << 20).resolved()
+    """One selection for the whole run, so that every window is the same; as many buckets as a large model has."""
+    knobs: dict[str, Any] = {"topk_ratio": TOPK, "select_interval": 1 << 20, "bucket_bytes": BUCKET_BYTES}
+    return ZenFlowConfig(update_interval=point.update_interval, **knobs).resolved()
 
 
 def figures_of(point: Point, task: Task, measured: Measurement) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def run(points: Sequence[Point], results: Results, *, again: bool) -> dict[Point
         for point in points:
             name = f"{point.rig}-s{point.update_interval}"
             rig = load_rig(point.rig)
-            workload = {"topk_ratio": TOPK, "sequence": SEQUENCE}
+            workload = {"topk_ratio": TOPK, "bucket_bytes": BUCKET_BYTES, "sequence": SEQUENCE}
             inputs = {
                 **dataclasses.asdict(point),
                 **workload,

@@ -284,7 +284,8 @@ class Weight:
     def replan(self, new: Weight) -> None:
         """Take over another plan; state stays with its column. Nothing may be pending."""
         selects_anew = self.master is not None and not self.planned_like(new)
-        self.resident, self.selected_count, self.first_bucket = new.resident, new.selected_count, new.first_bucket
+        self.resident, self.selected_count = new.resident, new.selected_count
+        self.first_bucket, self.bucket_slots = new.first_bucket, new.bucket_slots
         if selects_anew:
             self.select(self.top(self.scores))
 
@@ -333,7 +334,10 @@ def plan(
     conv1d = {getattr(sub, "weight", None) for sub in modules if type(sub).__name__ == "Conv1D"}
     counted = sum(param.numel() for param in ordered if param.requires_grad and _has_columns(param))
     budget = counted - math.floor(config.offload_ratio * counted + 0.5)
-    weights, first_bucket = [], 0
+    model_bytes = sum(p.numel() * p.element_size() for p in ordered if p.requires_grad and _has_columns(p))
+    limit = min(config.bucket_bytes, max(1 << 20, model_bytes // 32))  # bytes of a bucket
+    weights: list[Weight] = []
+    buckets, room, kind = 0, 0, None  # so far; bytes that the last one has left; of which weights
     for param in ordered:
         transposed = param in conv1d and param.dim() == 2
         rows, columns = matrix(param, transposed).shape
@@ -347,12 +351,19 @@ def plan(
         offloaded = columns - resident
         selected = min(offloaded, max(1, math.floor(config.topk_ratio * offloaded + 0.5)))
         selected = 0 if config.topk_ratio == 0 else selected
-        bucket_slots = max(1, config.bucket_bytes // (max(rows, 1) * param.element_size()))
+        deferred, column_bytes = offloaded - selected, max(rows, 1) * param.element_size()
+        bucket_slots = max(1, limit // column_bytes) if param.requires_grad else max(1, deferred)
+        if param.requires_grad and deferred > bucket_slots:  # cut into buckets of its own
+            first_bucket, buckets, room = buckets, buckets + -(-deferred // bucket_slots), 0
+        else:
+            if param.requires_grad and deferred:
+                if kind != (param.dtype, transposed) or deferred * column_bytes > room:
+                    buckets, room, kind = buckets + 1, limit, (param.dtype, transposed)
+                room -= deferred * column_bytes
+            first_bucket = max(0, buckets - 1)
         group = group_of[param]
         initial = rule.initial(groups[group])
-        weight = Weight(param, group, rule, initial, transposed, resident, selected, bucket_slots, first_bucket)
-        weights.append(weight)
-        first_bucket += weight.bucket_count
+        weights.append(Weight(param, group, rule, initial, transposed, resident, selected, bucket_slots, first_bucket))
     return weights
 
 
@@ -620,7 +631,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     def _close(self, at_once: bool) -> None:
         lag = min(self.config.apply_lag or self.config.longest_window, self._window_steps)
-        buckets = sum(weight.bucket_count for weight in self._weights)
+        buckets = max((weight.first_bucket + max(1, weight.bucket_count) for weight in self._weights), default=1)
         self._drop_selections_like_the_old()
         for weight in self._weights:
             weight.energy = Energy()

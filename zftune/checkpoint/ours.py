@@ -11,7 +11,7 @@ from torch import nn
 
 from zenflow import ConfigError, ZenFlowConfig, ZenFlowError, ZenFlowOptimizer
 from zenflow.checkpoint_format import HEADER, Header, Saved, SavedWeight, read, shapes
-from zenflow.layout import WeightPlan
+from zenflow.layout import WeightPlan, plan_model
 from zenflow.rules import RULES as ZENFLOW_RULES
 from zenflow.rules import Rule
 from zftune.checkpoint.sources import MODEL_STATES, Source, model_of
@@ -44,10 +44,8 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
     rule = ZENFLOW_RULES[training.rule]
     weights: list[SavedWeight] = []
     state: dict[int, dict[str, Any]] = {}
-    buckets = 0
-    for number, weight in enumerate(training.weights):
-        plan = _plan(weight.master.shape, config.bucket_bytes, buckets)
-        buckets += len(plan.bucket_slots)
+    whole = plan_model([nn.Parameter(weight.master) for weight in training.weights], config, set())
+    for number, (weight, plan) in enumerate(zip(training.weights, whole.weights, strict=True)):
         started = bool(weight.moments)
         weights.append(
             SavedWeight(
@@ -71,7 +69,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
         begun=any(weight.started for weight in weights),
         step=training.steps,
         window_steps=0,
-        buckets=buckets,
+        buckets=whole.buckets,
         hypers=[asdict(rule.hyper(group.settings)) for group in training.groups],
         weights=weights,
         flushed=False,
@@ -97,14 +95,6 @@ def our_documents(training: TrainingState, optimizer: dict[str, Any]) -> dict[st
         MODEL_STATES: {**engine, "optimizer": optimizer},
         optimizer_file(0, bf16=in_bf16(training)): masters_alone(masters, engine["ds_config"], engine["ds_version"]),
     }
-
-
-def _plan(shape: Sequence[int], bucket_bytes: int, first_bucket: int) -> WeightPlan:
-    if len(shape) < 2 or 0 in shape:
-        return WeightPlan(0, 0, False, 0, 0, 1, first_bucket)
-    columns = shape[-1]
-    rows = torch.Size(shape).numel() // columns
-    return WeightPlan(rows, columns, False, 0, 0, max(1, bucket_bytes // (4 * rows)), first_bucket)
 
 
 def _tensors(weight: Weight, plan: WeightPlan, rule: Rule) -> dict[str, Any]:

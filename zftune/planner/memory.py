@@ -126,14 +126,15 @@ def _host_sums(
     """Bytes of a rank's state, of its staging, and of a step's log entries and the largest of them."""
     config = ZenFlowConfig(topk_ratio=topk_ratio, offload_ratio=offload_ratio, bucket_bytes=bucket_bytes)
     state = staging = 0
-    entries = [0]
+    entries: Counter[int] = Counter({0: 0})
     for shape, weight in zip(model.weights, model_plan(model, config).weights, strict=True):
         rows = weight.rows * _rows_of(shape[0], rank, ranks) // shape[0] if weight.deferred else 0
         elements = weight.deferred * rows
         state += _STATE * elements + 4 * weight.deferred
         staging += model.element_bytes * elements
-        entries += [padded((high - low) * rows * model.element_bytes) for low, high in weight.bucket_slots]
-    return state, staging, sum(entries) + max(entries)
+        for number, (low, high) in enumerate(weight.bucket_slots, weight.first_bucket):
+            entries[number] += padded((high - low) * rows * model.element_bytes)
+    return state, staging, entries.total() + max(entries.values())
 
 
 def device_bytes(

@@ -119,13 +119,20 @@ def _buckets(model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_
         matrices += elements if weight.columns else 0
         words += 1 + max(1, weight.columns)
         reduced[model.layers if number < model.before_layers else stage] += elements
-        for low, high in weight.bucket_slots:
-            size = (high - low) * weight.rows
-            log_bytes = padded(size * model.element_bytes)
-            buckets.append(Piece(stage, size, 1, log_bytes, before_layers=number < model.before_layers))
+        for place, (low, high) in enumerate(weight.bucket_slots, weight.first_bucket):
+            if place == len(buckets):
+                buckets.append(Piece(stage, 0, 1, 0, before_layers=False))
+            before, size = buckets[place], (high - low) * weight.rows
+            buckets[place] = replace(
+                before,
+                elements=before.elements + size,
+                log_bytes=before.log_bytes + padded(size * model.element_bytes),
+                before_layers=before.before_layers or number < model.before_layers,
+            )
         if weight.deferred:
             staged = elements, elements - weight.deferred * weight.rows
-            buckets[-1] = replace(buckets[-1], scored=staged[0], kept=staged[1])  # which the simulator sends first
+            last = buckets[-1]  # which the simulator sends first
+            buckets[-1] = replace(last, scored=last.scored + staged[0], kept=last.kept + staged[1])
             scored, kept = scored + staged[0], kept + staged[1]
     frozen = (model.parameters - model.trainable) // model.layers  # which have no place in a model's facts
     totals = Split(

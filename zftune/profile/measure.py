@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar, overload
 
 import torch
@@ -17,6 +17,7 @@ from zenflow import Device, StepStats, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.clock import REAL_CLOCK
 from zenflow.device import device_for
 from zenflow.history import TimelineRecorder
+from zenflow.layout import BUCKETS_A_MODEL
 from zftune.emulation import EmulatedAccelerator, Rig, RigSpec
 from zftune.emulation.emulator import Slack
 from zftune.emulation.machines import MAX_LATE_SHARE
@@ -85,6 +86,14 @@ class Task:
         """The rig with the rates that fit this model."""
         elements = sum(p.numel() for p in workload.module.parameters() if p.dim() >= 2 and p.requires_grad)
         return None if self.rig is None else self.rig.for_elements(elements)
+
+    def scaled(self, config: ZenFlowConfig) -> ZenFlowConfig:
+        """Knobs with which a rig's small model has as many buckets as the large one that it stands for."""
+        if self.rig is None or config.bucket_bytes != ZenFlowConfig().bucket_bytes:
+            return config
+        weights = self.build().module.parameters()
+        nbytes = sum(weight.nbytes for weight in weights if weight.dim() >= 2 and weight.requires_grad)
+        return replace(config, bucket_bytes=max(1, nbytes // BUCKETS_A_MODEL))
 
     def device_for(self, workload: Workload) -> Device:
         """The device itself, or a rig's with the model attached; to be closed by the calling thread."""

@@ -61,6 +61,7 @@ def profile(options: ProfileOptions, on_system: OnSystem) -> dict[str, Any]:
         ProfileError: the run could not be accepted (see `measure`).
     """
     task, name_of_device = task_of(options)
+    options = dataclasses.replace(options, config=task.scaled(options.config))
     others = partial(_measure_beside, options)
     with (
         Sampling(lambda: [os.getpid()], simulated=task.simulated) as sampling,

@@ -89,7 +89,7 @@ def _update(task: Update, part: Targets) -> None:
 
 
 def _rows(entry: LogEntry, index: torch.Tensor | None, rows: int, targets: int) -> torch.Tensor:
-    packed = entry.pieces[0] if len(entry.pieces) == 1 else torch.cat(list(entry.pieces))
+    packed = torch.cat(entry.gradient.pieces())
     matrix = packed.view(-1, rows) if rows else packed.view(targets, 0)
     return matrix if index is None else matrix.index_select(0, index)
 

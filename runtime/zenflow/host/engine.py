@@ -109,7 +109,7 @@ class Job:
         self,
         name: str,
         device: Device,
-        task: Task | None,
+        tasks: Sequence[Task],
         *,
         nbytes: int,
         inputs: Sequence[Transfer],
@@ -121,8 +121,8 @@ class Job:
         self.nbytes = nbytes
         """Memory traffic of the work."""
         self.inputs = inputs
-        self.task = task
-        """None: nothing but a place in the order."""
+        self.tasks = tasks
+        """Done in this order; none: nothing but a place in the order of jobs."""
         self.result = result
         """Host memory that the work writes and that `ask_result` sends to the device."""
         self.after = after
@@ -160,7 +160,7 @@ class Job:
     def finish(self, span: HostSpan) -> None:
         """Called by the engine when the work is done; may raise what sending the result raises."""
         self.span = span
-        self.task = None  # its memory may be needed elsewhere
+        self.tasks = ()  # their memory may be needed elsewhere
         if self.after is not None:
             self.after()
         with self._lock:
@@ -232,7 +232,7 @@ class HostEngine:
         self._gathered: list[Job] | None = None
         self._before: Event | None = None
         """That the job which was started last is finished."""
-        self._started: Queue[tuple[Job, int | Exception | None] | None] = clock.queue("host work that has begun")
+        self._started: Queue[tuple[Job, list[int], Exception | None] | None] = clock.queue("host work that has begun")
         self.last_span = HostSpan()
         """Of the job that was finished last."""
         self._s_per_byte = 0.0
@@ -348,7 +348,7 @@ class HostEngine:
         Raises:
             HostEngineError: a job failed, or the engine is gone.
         """
-        self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[])).wait(self)
+        self.submit(Job("draining the host engine", self._device, (), nbytes=0, inputs=[])).wait(self)
 
     def drained_within(self, seconds: float) -> bool:
         """Whether all that was submitted is done after at most so long.
@@ -356,7 +356,7 @@ class HostEngine:
         Raises:
             HostEngineError: a job failed, or the engine is gone.
         """
-        job = self.submit(Job("draining the host engine", self._device, None, nbytes=0, inputs=[]))
+        job = self.submit(Job("draining the host engine", self._device, (), nbytes=0, inputs=[]))
         self.hurry(job)
         return job.over.wait(seconds)
 
@@ -405,41 +405,53 @@ class HostEngine:
             while self._before is not None and not self._before.wait(self._device.clock.poll_s) and self._works():
                 pass
             self._before = job.over
-        ticket: int | Exception | None = None
-        if job.task is not None:
-            try:
-                ticket = self.backend.start(job.task)
-            except RuntimeError as error:
-                ticket = error  # of a job before this one, which is to be told first
-        self._started.put((job, ticket))
+        tickets: list[int] = []
+        refused: Exception | None = None
+        try:
+            tickets.extend(self.backend.start(task) for task in job.tasks)  # those before a refusal are kept
+        except RuntimeError as error:
+            refused = error  # of a job before this one, which is to be told first
+        self._started.put((job, tickets, refused))
 
     def _finish(self) -> None:
         self._enter_thread()
         while (started := self._started.get()) is not None:
-            job, ticket = started
-            self._guarded(job, partial(self._complete, ticket))
+            job, tickets, refused = started
+            self._guarded(job, partial(self._complete, tickets, refused))
             del job, started
 
-    def _complete(self, ticket: int | Exception | None, job: Job) -> None:
+    def _complete(self, tickets: Sequence[int], refused: Exception | None, job: Job) -> None:
         failed = self._failure is not None
-        if isinstance(ticket, int):
-            finish = partial(self.backend.finish, ticket)
+        span = HostSpan()
+        if tickets:
+            finish = partial(self._finished, tickets)
             # Even after a failure: until then the backend may be using the job's memory.
             span = finish() if failed else self._device.host_work(finish, job.nbytes, job.inputs, job.submitted)
-        elif isinstance(ticket, Exception) and not failed:
-            raise ticket
-        else:
-            span = HostSpan()
+        if refused is not None and not failed:
+            raise refused
         if self._failure is not None:
             job.fail(self._failure)
             return
-        if job.task is not None:
+        if job.tasks:
             self.last_span = span
             self._s_per_byte = span.seconds / job.nbytes if job.nbytes else 0.0
             observer = self._device.observer  # the training thread may take it away
             if observer is not None:
                 observer.worked(job.name, span)
         job.finish(span)
+
+    def _finished(self, tickets: Sequence[int]) -> HostSpan:
+        """Wait for all of a job's tasks, also where one fails; from the first one's begin to the last one's end."""
+        spans: list[HostSpan] = []
+        errors: list[RuntimeError] = []
+        for ticket in tickets:
+            try:
+                spans.append(self.backend.finish(ticket))
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return HostSpan(spans[0].begin_s, spans[-1].end_s)
 
     def _guarded(self, job: Job, do: Callable[[Job], None]) -> None:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -122,7 +121,7 @@ class GradientLog:
         """Send a step's gradient of a bucket to the host; blocks while there is no room for it.
 
         Args:
-            packed: [n, rows] on the device, contiguous.
+            packed: flat on the device.
 
         Returns:
             The entry's place, its pieces in the gradient's dtype, and the last of its copies.
@@ -133,8 +132,23 @@ class GradientLog:
         """
         place = self._take(packed.nbytes)
         pieces = [view.view(packed.dtype) for view in place.views]
-        flat = packed.view(-1)
-        parts = [flat] if len(pieces) == 1 else flat.split([piece.numel() for piece in pieces])
+        try:
+            return place, pieces, self.send_into(packed, pieces)
+        except BaseException:
+            self._pool.give(place)
+            raise
+
+    def send_into(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Transfer:
+        """Send to a place that was taken before.
+
+        Args:
+            packed: flat on the device.
+            pieces: flat host memory of the same dtype; behind each other as long.
+
+        Returns:
+            The last of the copies.
+        """
+        parts = [packed] if len(pieces) == 1 else packed.split([piece.numel() for piece in pieces])
         transfers: list[Transfer] = []
         try:
             for part, piece in zip(parts, pieces, strict=True):
@@ -142,31 +156,27 @@ class GradientLog:
         except BaseException:
             for transfer in transfers:
                 transfer.wait()
-            self._pool.give(place)
             raise
-        return place, pieces, transfers[-1]
+        return transfers[-1]
 
     def write(
-        self, shape: Sequence[int], dtype: torch.dtype, write: Callable[[torch.Tensor], object]
+        self, numel: int, dtype: torch.dtype, write: Callable[[torch.Tensor], object]
     ) -> tuple[Extents, list[torch.Tensor], Transfer]:
         """As `send`, where the gradient can be written to the host's memory at once.
 
         Args:
-            shape: (n, rows).
+            numel: elements.
             dtype: of the gradient.
-            write: called once with [n, rows] on the CPU, contiguous, to fill.
+            write: called once with [numel] on the CPU, contiguous, to fill.
 
         Raises:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        place = self._take(math.prod(shape) * dtype.itemsize)
+        place = self._take(numel * dtype.itemsize)
         try:
             pieces = [view.view(dtype) for view in place.views]
-            if len(pieces) == 1:
-                write(pieces[0].view(shape))
-            else:
-                _write_in_pieces(pieces, torch.empty(shape, dtype=dtype, device="cpu"), write)
+            write_into(pieces, write)
         except BaseException:
             self._pool.give(place)
             raise
@@ -200,9 +210,18 @@ class GradientLog:
                     return place
 
 
-def _write_in_pieces(
-    pieces: Sequence[torch.Tensor], rows: torch.Tensor, write: Callable[[torch.Tensor], object]
-) -> None:
-    write(rows)
-    for part, piece in zip(rows.view(-1).split([piece.numel() for piece in pieces]), pieces, strict=True):
+def write_into(pieces: Sequence[torch.Tensor], write: Callable[[torch.Tensor], object]) -> None:
+    """Fill memory that may be in pieces by a function that wants it in one.
+
+    Args:
+        pieces: flat, of one dtype.
+        write: called once with a flat tensor of their length.
+    """
+    if len(pieces) == 1:
+        write(pieces[0])
+        return
+    sizes = [piece.numel() for piece in pieces]
+    whole = torch.empty(sum(sizes), dtype=pieces[0].dtype, device="cpu")
+    write(whole)
+    for part, piece in zip(whole.split(sizes), pieces, strict=True):
         piece.copy_(part)

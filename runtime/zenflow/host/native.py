@@ -154,8 +154,8 @@ class NativeBackend(Backend):
 
     def _entry(self, entry: LogEntry, factor: float, rows: torch.Tensor | None) -> _native.Entry:
         native: _native.Entry = self._native.Entry(
-            [(piece.data_ptr(), piece.numel()) for piece in entry.pieces],
-            _DTYPES[entry.pieces[0].dtype],
+            [(piece.data_ptr(), piece.numel()) for piece in entry.gradient.pieces()],
+            _DTYPES[entry.gradient.dtype],
             _hyper(entry.hyper),
             factor,
             None if rows is None else rows.numpy(),

@@ -72,34 +72,72 @@ class HostColumns:
     """The backend's number for them."""
 
 
-@dataclass(slots=True)
 class Control:
-    """A step's device scalars on the host: factor on the gradient, and whether the step is skipped."""
+    """A step's device scalars on the host: factor on the gradient, and whether the step is skipped.
 
-    values: torch.Tensor
-    """[2] fp32 in host memory: factor, skip (0 or 1)."""
-    transfer: Transfer
+    Args:
+        values: [2] fp32 in host memory: factor, skip (0 or 1).
+        transfer: brings them there.
+    """
+
+    __slots__ = ("_live", "transfer", "values")
+
+    def __init__(self, values: torch.Tensor, transfer: Transfer) -> None:
+        self.values = values
+        self.transfer = transfer
+        self._live: tuple[float, bool] | None = None
+
+    def live(self) -> tuple[float, bool]:
+        """Factor on the gradient, and whether the step counts; only once it has arrived."""
+        if self._live is None:
+            factor, skip = self.values.tolist()
+            self._live = factor, not skip
+        return self._live
 
 
-@dataclass(slots=True)
-class LogEntry:
-    """One step's gradient of some columns, on its way to the host or there."""
+@dataclass(frozen=True, slots=True)
+class HostGradient:
+    """A step's gradient of some columns, [n, rows], on its way to host memory or there; others may lie beside it."""
 
-    step: int
-    pieces: Sequence[torch.Tensor]
-    """Flat host memory in the gradient's dtype; behind each other [n, rows]."""
+    memory: Sequence[torch.Tensor]
+    """Flat, in the gradient's dtype; behind each other."""
+    start: int
+    """Where in it the gradient begins, in elements."""
+    numel: int
     transfer: Transfer
     """The last of its copies."""
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Flat memory of this gradient alone; behind each other [n, rows]."""
+        found: list[torch.Tensor] = []
+        start, left = self.start, self.numel
+        for piece in self.memory:
+            size = min(left, piece.numel() - start)
+            if size > 0:
+                found.append(piece.narrow(0, start, size))
+                left -= size
+            start = max(0, start - piece.numel())
+        return found or [self.memory[0].narrow(0, 0, 0)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The gradient's."""
+        return self.memory[0].dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One step's gradient of some columns, with what the step did with it."""
+
+    step: int
+    gradient: HostGradient
     hyper: Hyper
     control: Control | None
     """None: factor 1, not skipped."""
 
     def live(self) -> tuple[float, bool]:
         """Factor on the gradient, and whether the step counts; only once the control has arrived."""
-        if self.control is None:
-            return 1.0, True
-        factor, skip = self.control.values.tolist()
-        return factor, not skip
+        return (1.0, True) if self.control is None else self.control.live()
 
     @property
     def may_count(self) -> bool:
@@ -108,7 +146,7 @@ class LogEntry:
 
     def transfers(self) -> list[Transfer]:
         """What must have arrived before the entry can be used."""
-        return [self.transfer] if self.control is None else [self.transfer, self.control.transfer]
+        return [self.gradient.transfer] if self.control is None else [self.gradient.transfer, self.control.transfer]
 
 
 @dataclass(frozen=True, slots=True)

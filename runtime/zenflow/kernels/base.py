@@ -74,6 +74,55 @@ class ColumnUpdate:
     columns: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedColumns:
+    """Columns of one weight whose gradients are kept packed."""
+
+    weight: int
+    """Number of the weight."""
+    state: ColumnState
+    gradient: torch.Tensor
+    """[n, rows], in memory that stays."""
+    columns: torch.Tensor
+    """[n] int64 on the device."""
+
+
+class PackedUpdates:
+    """Updates that differ from step to step in little but the gradients' values.
+
+    Args:
+        kernels: do it.
+        rule: the update rule.
+        parts: no two of them have the same column.
+    """
+
+    def __init__(self, kernels: Kernels, rule: Rule, parts: Sequence[PackedColumns]) -> None:
+        self._kernels = kernels
+        self._rule = rule
+        self._parts = parts
+
+    def run(
+        self,
+        weights: Sequence[torch.Tensor],
+        hypers: Sequence[Hyper],
+        *,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Update all columns, and write them into the weights.
+
+        Args:
+            weights: each [rows, columns].
+            hypers: of each weight.
+            factor: as for `Kernels.update`, the same for all.
+            skip: likewise.
+        """
+        updates = [ColumnUpdate(one.state, one.gradient.t(), None, hypers[one.weight]) for one in self._parts]
+        self._kernels.update_many(self._rule, updates, factor=factor, skip=skip)
+        for one in self._parts:
+            self._kernels.scatter(weights[one.weight], one.columns, one.state.master)
+
+
 class Kernels(ABC):
     """The runtime's arithmetic on a device: queued in the order of its current stream, nothing waits or is read back.
 
@@ -180,6 +229,15 @@ class Kernels(ABC):
             factor: as for `update`, the same for all.
             skip: likewise.
         """
+
+    def packed_updates(self, rule: Rule, parts: Sequence[PackedColumns]) -> PackedUpdates:
+        """Get updates ready that every step repeats.
+
+        Args:
+            rule: the update rule.
+            parts: what is updated, of weights in one dtype, with gradients in one; at least one.
+        """
+        return PackedUpdates(self, rule, parts)
 
     def pack_bucket(
         self,

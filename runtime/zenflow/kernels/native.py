@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
-from zenflow.rules import RULES, Rule
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, PackedColumns, PackedUpdates
+from zenflow.kernels.tables import BucketTables
+from zenflow.rules import RULES, Hyper, Rule
 
 if TYPE_CHECKING:
     from zenflow import _native
@@ -43,7 +44,8 @@ class NativeKernels(Kernels):
         _end_helpers_at_exit(native)
 
     @property
-    def _threads(self) -> int:
+    def threads(self) -> int:
+        """Of a call."""
         return self._given_threads or torch.get_num_threads()
 
     def runs_on(self, device: torch.device) -> bool:
@@ -54,7 +56,7 @@ class NativeKernels(Kernels):
             return _EAGER.energies(matrix)
         rows, columns = matrix.shape
         energies = torch.empty(columns, dtype=torch.float32, device=matrix.device)
-        self._native.column_energies(_matrix(matrix), rows, columns, energies.data_ptr(), self._threads)
+        self._native.column_energies(_matrix(matrix), rows, columns, energies.data_ptr(), self.threads)
         return energies
 
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,7 +65,7 @@ class NativeKernels(Kernels):
         n, (rows, limit) = len(columns), matrix.shape
         index = _index(columns)
         packed = matrix.new_empty((n, rows)) if into is None else into
-        self._native.pack_columns(_matrix(matrix), index.data_ptr(), n, rows, limit, packed.data_ptr(), self._threads)
+        self._native.pack_columns(_matrix(matrix), index.data_ptr(), n, rows, limit, packed.data_ptr(), self.threads)
         return packed
 
     def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
@@ -79,7 +81,7 @@ class NativeKernels(Kernels):
             matrix.shape[1],
             source.data_ptr(),
             _DTYPES[source.dtype],
-            self._threads,
+            self.threads,
         )
 
     def update_many(
@@ -102,7 +104,42 @@ class NativeKernels(Kernels):
             if id(one.hyper) not in numbers:
                 numbers[id(one.hyper)] = one.hyper.numbers, one.hyper.decay
             native.append(self._update(rule, one, index, number, numbers[id(one.hyper)], skipped))
-        self._native.update_columns(native, self._threads)
+        self._native.update_columns(native, self.threads)
+
+    def packed_updates(self, rule: Rule, parts: Sequence[PackedColumns]) -> PackedUpdates:
+        known = RULES.get(rule.name) is rule and parts[0].gradient.dtype in _DTYPES
+        return _NativeUpdates(self, self._native, rule, parts) if known else super().packed_updates(rule, parts)
+
+    def pack_bucket(
+        self,
+        tables: BucketTables,
+        gradients: Sequence[torch.Tensor | None],
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        energies: torch.Tensor,
+    ) -> None:
+        if (bucket := self._bucket(tables)) is None:
+            super().pack_bucket(tables, gradients, sent, kept, energies)
+            return
+        addresses = [_address(one) for one in gradients]
+        bucket.pack(addresses, sent.data_ptr(), kept.data_ptr(), energies.data_ptr(), self.threads)
+
+    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+        if (bucket := self._bucket(tables)) is None:
+            super().show_bucket(tables, weights, rows)
+            return
+        bucket.show([_address(one) for one in weights], rows.data_ptr(), self.threads)
+
+    def _bucket(self, tables: BucketTables) -> _native.Bucket | None:
+        """Made once for each table; None: a place is empty."""
+        if tables.native is None and all(run.dense for part in tables.parts for run in part.runs):
+            parts = []
+            for part in tables.parts:
+                sent, kept = (run.columns.tolist() for run in part.runs)
+                parts.append((part.rows, part.columns, sent, kept, part.sent_start, part.kept_start))
+            tables.native = self._native.Bucket(_DTYPES[tables.dtype], tables.transposed, parts)
+        made: _native.Bucket | None = tables.native
+        return made
 
     def _update(
         self,
@@ -131,6 +168,52 @@ class NativeKernels(Kernels):
         return made
 
 
+class _NativeUpdates(PackedUpdates):
+    """One native call; made anew where a weight has other strides."""
+
+    def __init__(self, kernels: NativeKernels, native: ModuleType, rule: Rule, parts: Sequence[PackedColumns]) -> None:
+        super().__init__(kernels, rule, parts)
+        self._native = native
+        self._threads_of = kernels
+        self._made: _native.PackedUpdates | None = None
+        self._strides: list[tuple[int, ...]] = []
+
+    def run(
+        self,
+        weights: Sequence[torch.Tensor],
+        hypers: Sequence[Hyper],
+        *,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        strides = [one.stride() for one in weights]
+        if self._made is None or strides != self._strides:
+            self._made, self._strides = self._make(weights), strides
+        numbers: dict[int, tuple[tuple[float, ...], float]] = {}
+        for hyper in hypers:
+            if id(hyper) not in numbers:
+                numbers[id(hyper)] = hyper.numbers, hyper.decay
+        self._made.run(
+            [one.data_ptr() for one in weights],
+            [numbers[id(hyper)] for hyper in hypers],
+            1.0 if factor is None else float(factor),
+            skip is not None and bool(skip),
+            self._threads_of.threads,
+        )
+
+    def _make(self, weights: Sequence[torch.Tensor]) -> _native.PackedUpdates:
+        parts = []
+        for one in self._parts:
+            state, matrix = one.state, weights[one.weight]
+            addresses = state.master.data_ptr(), [moment.data_ptr() for moment in state.moments], state.count.data_ptr()
+            strides = 1 if matrix.shape[0] == 1 else matrix.stride(0), matrix.stride(1)
+            of_columns = one.gradient.data_ptr(), *strides, one.columns.data_ptr(), matrix.shape[1]
+            parts.append((one.weight, *state.master.shape, *addresses, *of_columns))
+        dtypes = _DTYPES[self._parts[0].gradient.dtype], _DTYPES[weights[0].dtype]
+        made: _native.PackedUpdates = self._native.PackedUpdates(self._rule.name, *dtypes, parts)
+        return made
+
+
 @functools.cache
 def _end_helpers_at_exit(native: ModuleType) -> None:
     atexit.register(native.end_helpers)
@@ -147,6 +230,11 @@ def _known(rule: Rule, one: ColumnUpdate) -> bool:
         and state.master.shape == ((limit if columns is None else len(columns)), rows)
         and state.master.is_contiguous()
     )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    """As native buckets take it: of a tensor without elements, which may have no memory, another one than of none."""
+    return 0 if tensor is None else tensor.data_ptr() or 1
 
 
 def _matrix(matrix: torch.Tensor) -> tuple[int, str, int, int]:

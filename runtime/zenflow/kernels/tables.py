@@ -39,6 +39,11 @@ class Run:
         return int(self.places[-1]) + 1 if len(self.places) else 0
 
     @property
+    def dense(self) -> bool:
+        """Whether no place is empty."""
+        return self.count == len(self.places)
+
+    @property
     def stop(self) -> int:
         """End of the last column, in elements of the buffer."""
         return self.start + self.count * self.rows
@@ -49,8 +54,7 @@ class Run:
 
     def index(self, send: Send) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Columns and places on the device; None: no place is empty."""
-        dense = self.count == len(self.places)
-        return send(torch.from_numpy(self.columns)), None if dense else send(torch.from_numpy(self.places))
+        return send(torch.from_numpy(self.columns)), None if self.dense else send(torch.from_numpy(self.places))
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class BucketTables:
     def place(self, parts: Sequence[TablePart], places: torch.Tensor) -> None:
         """Take other places, which are on the device already."""
         self.parts, self.places = tuple(parts), places
+        self.native: Any = None
+        """What native kernels have made of it."""
         self._indices: list[list[tuple[torch.Tensor, torch.Tensor | None]]] | None = None
 
     @property

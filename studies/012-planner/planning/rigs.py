@@ -28,12 +28,17 @@ MODEL = "tiny"
 MOST_OFF = 0.005
 
 
+A_BUCKET: dict[str, Any] = {"bucket_bytes": 50_000}
+"""A 32nd of the model's matrices, as a large model has."""
+
+
 def _sync(**knobs: Any) -> ZenFlowConfig:
-    return ZenFlowConfig.zero_offload(select_interval=1 << 20, **knobs).resolved()
+    return ZenFlowConfig.zero_offload(select_interval=1 << 20, **A_BUCKET, **knobs).resolved()
 
 
 def _windows(interval: int, **knobs: Any) -> ZenFlowConfig:
-    return ZenFlowConfig(update_interval=interval, select_interval=1 << 20, **{"topk_ratio": 0.05, **knobs}).resolved()
+    knobs = {"topk_ratio": 0.05, "select_interval": 1 << 20, **A_BUCKET, **knobs}
+    return ZenFlowConfig(update_interval=interval, **knobs).resolved()
 
 
 GRID: Mapping[str, ZenFlowConfig] = {

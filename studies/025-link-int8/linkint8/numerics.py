@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from convergence.setting import Regime, Setting
@@ -14,7 +15,11 @@ from convergence.train import World, feed_of, start, train
 from torch import Tensor
 
 from linkint8.coding import Code
-from zenflow.deferred import Bucket, DeferredTier, SentBucket
+from zenflow import gradients as of_step
+from zenflow import staging
+from zenflow.buckets import Part, SentPart
+from zenflow.runtime import Runtime
+from zenflow.staging import send
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -78,18 +83,16 @@ def coding(code: Code | None, seed: int) -> Iterator[None]:
     if code is None:
         yield
         return
-    link, send = Link(code, torch.Generator().manual_seed(seed)), DeferredTier.send
+    link = Link(code, torch.Generator().manual_seed(seed))
 
-    def coded(tier: DeferredTier, bucket: Bucket, matrix: Tensor) -> SentBucket:
-        changed = matrix.clone()
-        changed[:, bucket.columns] = link.send((tier, bucket.index), bucket.columns, matrix.t()).t()
-        return send(tier, bucket, changed)
+    def coded(runtime: Runtime, gradients: Sequence[tuple[Part, Tensor]]) -> list[SentPart]:
+        changed = [(part, matrix.clone()) for part, matrix in gradients]
+        for part, matrix in changed:
+            matrix[:, part.columns] = link.send(part, part.columns, matrix.t()).t()
+        return send(runtime, changed)
 
-    DeferredTier.send = coded  # type: ignore[assignment, method-assign]
-    try:
+    with mock.patch.object(staging, "send", coded), mock.patch.object(of_step, "send", coded):
         yield
-    finally:
-        DeferredTier.send = send  # type: ignore[method-assign]
 
 
 def run(world: World, setting: Coded, code: Code | None) -> dict[str, Any]:

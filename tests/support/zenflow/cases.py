@@ -215,7 +215,7 @@ def draw_case(rng: random.Random, **fixed: Any) -> Case:
         "deferred_update": rng.choice(["replay", "mean"]),
         "max_grad_norm": rng.choice([None, None, 0.7, 30.0]),
         "skip_nonfinite": rng.random() < 0.3,
-        "bucket_bytes": rng.choice([1, 20, 40, 80, 64_000_000]),
+        "bucket_bytes": rng.choice([1, 20, 40, 80, 200, 64_000_000]),
     }
     knobs.update({name: value for name, value in fixed.items() if name in ZenFlowConfig.__dataclass_fields__})
     lag = fixed.get("apply_lag", rng.choice([None, *range(1, knobs["update_interval"] + 1)]))

@@ -18,12 +18,13 @@ from zenflow.host.native import NativeBackend
 
 SOON_S = 30.0  # a hang, on however busy a machine
 ROWS, COLUMNS, WEIGHTS = 40, 30, 4
-ALL_DEFERRED: dict[str, Any] = {"topk_ratio": 0.0, "host_threads": 1}
+ALL_DEFERRED: dict[str, Any] = {"topk_ratio": 0.0, "host_threads": 1, "bucket_bytes": 4 * ROWS * COLUMNS}
+"""Each weight has a bucket of its own."""
 MADE: weakref.WeakSet[ZenFlowAdamW] = weakref.WeakSet()
 """Optimizers that a failed test may have left open."""
 CONFIGS = {
     "sync": ZenFlowConfig(update_interval=1, overlap_step=False, **ALL_DEFERRED),
-    "in turn": ZenFlowConfig.zero_offload(host_threads=1),
+    "in turn": ZenFlowConfig.zero_offload(host_threads=1, bucket_bytes=4 * ROWS * COLUMNS),
     "overlapped": ZenFlowConfig(update_interval=1, **ALL_DEFERRED),
     "windows": ZenFlowConfig(update_interval=3, **ALL_DEFERRED),
     "lagging": ZenFlowConfig(update_interval=3, apply_lag=1, **ALL_DEFERRED),

@@ -15,7 +15,7 @@ from tests.support.zenflow.fsdp_cases import EXACT, Case, Run, model_of, my_part
 from zenflow import HostMemoryError, ZenFlowConfig
 from zenflow.host.native import NativeBackend
 from zenflow.late_weights import LateWeights, PendingUpdate
-from zenflow.staging import ColumnStager
+from zenflow.staging import Dispatcher
 
 AT, STEPS, RANK = 4, 7, 1
 """The step in which it goes wrong, the last one that is tried, and the rank."""
@@ -25,7 +25,7 @@ def _gradient_that_cannot_leave(run: Run, patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise HostMemoryError("the host has less memory")
 
-    patch.setattr(ColumnStager, "stage", refuse)
+    patch.setattr(Dispatcher, "_together", refuse)
 
 
 def _missing_gradient(run: Run, _: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from zenflow import ZenFlowAdamW
 from zenflow.device import in_backward
 from zenflow.host.memory import HostMemory
 from zenflow.late_weights import LateWeights, PendingUpdate
-from zenflow.staging import ColumnStager
+from zenflow.staging import Dispatcher
 
 STEPS = fast(7, all_of=11)
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -312,7 +312,7 @@ def reserved(rank: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "transient"):
             patch.setattr(HostMemory, name, noted("allocated", getattr(HostMemory, name)))
-        patch.setattr(ColumnStager, "stage", noted("left", ColumnStager.stage))
+        patch.setattr(Dispatcher, "_together", noted("left", Dispatcher._together))
         run = Run(Case(replace(OVERLAPPED, select_interval=1000, ledger=False)), sharded(model_of()), my_part(rank))
         for number in range(1, STEPS + 1):
             run.step(number)

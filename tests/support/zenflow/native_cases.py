@@ -17,7 +17,7 @@ from tests.support.zenflow.cases import examples, same_bits
 from zenflow import CpuDevice
 from zenflow.host.backend import Backend
 from zenflow.host.native import load_native
-from zenflow.host.tasks import Control, HostColumns, LogEntry, ReadMasters, Targets, Task, Unpack, Update
+from zenflow.host.tasks import Control, HostColumns, HostGradient, LogEntry, ReadMasters, Targets, Task, Unpack, Update
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -118,7 +118,16 @@ class Draw:
             "some": self.some(packed_rows, targets),
             "ascending": self.some(packed_rows, targets).sort().values,
         }.get(kind)
-        return LogEntry(step.step, self.pieces(gradient), step.transfer, step.hyper, step.control), index
+        pieces, start = self.pieces(gradient), 0
+        if self.rng.random() < 0.5:  # others lie beside it
+            start = self.rng.randint(1, 9)
+            pieces = [torch.full((start,), torch.nan, dtype=gradient.dtype), *pieces, pieces[0]]
+        made = HostGradient(pieces, start, gradient.numel(), arrived())
+        return LogEntry(step.step, made, step.hyper, step.control), index
+
+
+NOTHING: Any = None
+"""Of a step whose gradient is drawn later."""
 
 
 def arrived() -> Any:
@@ -177,7 +186,7 @@ def _steps(draw: Draw, rule: Rule) -> list[LogEntry]:
     void = draw.rng.choice([0.0, 0.0, 0.3, 1.0])
     constant = draw.hyper(rule) if draw.rng.random() < 0.3 else None
     count = draw.rng.randint(1, 9)
-    return [LogEntry(t, [], arrived(), constant or draw.hyper(rule), draw.control(void)) for t in range(count)]
+    return [LogEntry(t, NOTHING, constant or draw.hyper(rule), draw.control(void)) for t in range(count)]
 
 
 def _slots(draw: Draw, zone: range) -> range | Tensor:
@@ -304,7 +313,7 @@ def draw_pair(draw: Draw, rule: Rule, ours: Memory, theirs: Memory) -> tuple[Tas
         packed = draw.values((len(index), ours.state.packed_columns), torch.float32).view(torch.int32)
         packed[:, -1] = draw.count(len(index))
         return Unpack(ours.columns, index, packed), Unpack(theirs.columns, index, packed)
-    steps = [LogEntry(step, [], arrived(), draw.hyper(rule), draw.control(0.2)) for step in range(3)]
+    steps = [LogEntry(step, NOTHING, draw.hyper(rule), draw.control(0.2)) for step in range(3)]
     part = Targets(index, [draw.entry(step, len(index), rows) for step in steps])
     closing = draw.hyper(rule) if draw.rng.random() < 0.5 else None
     if kind == "pack":

@@ -297,6 +297,6 @@ def spans_of(task: Task) -> tuple[list[Span], list[Span]]:
         return [span_of(task.packed)], []
     assert isinstance(task, Update)
     entries = [entry for part in task.parts for entry, _ in part.entries]
-    reads = [span_of(piece) for entry in entries for piece in entry.pieces]
+    reads = [span_of(piece) for entry in entries for piece in entry.gradient.pieces()]
     reads += [span_of(entry.control.values) for entry in entries if entry.control is not None]
     return reads, [span_of(one) for one in (task.weights, task.packed) if one is not None]

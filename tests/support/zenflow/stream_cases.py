@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from zenflow import ZenFlowConfig
 from zenflow.deferred import DeferredTier
 from zenflow.device import CpuDevice, Device
 from zenflow.history import History
-from zenflow.host.tasks import LogEntry
 from zenflow.layout import WeightPlan, plan_model
 from zenflow.rules import RULES
 from zenflow.runtime import make_runtime
-from zenflow.staging import ColumnStager, Staged
+from zenflow.staging import ColumnStager, Dispatcher, Staged, void
 from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
 from zftune.emulation import EmulatedAccelerator, Rig
@@ -47,14 +46,14 @@ class Weight:
     deferred: DeferredTier | None
     selected_index: Tensor
 
+    @property
+    def selected_columns(self) -> Tensor:
+        """On the CPU, as the index is here."""
+        return self.selected_index
+
 
 class CountingStager(ColumnStager):
     staged = restored = voided = 0
-
-    def stage(self, gradient: Tensor) -> Staged | None:
-        staged = super().stage(gradient)
-        self.staged += staged is not None
-        return staged
 
     def restore(self, staged: Staged) -> Tensor:
         self.restored += 1
@@ -79,13 +78,14 @@ class Streams:
         seed: int = 0,
         window: int = 2,
         streams: bool = True,
+        bucket_bytes: int = 64,
     ) -> None:
         rng = random.Random(seed)
         config = ZenFlowConfig(
             topk_ratio=0.3,
             offload_ratio=0.9,
             update_interval=window,
-            bucket_bytes=64,
+            bucket_bytes=bucket_bytes,
             staging_bytes=room_bytes,
             host_threads=1,
         )
@@ -93,7 +93,8 @@ class Streams:
         self.history = History(self.device)
         self.runtime = make_runtime(self.device, RULES["adamw"], config, self.history)
         self.room = self.runtime.room
-        self.streamer = Streamer(least)
+        self.dispatcher = Dispatcher(self.runtime)
+        self.streamer = Streamer(least, self._dispatch, self.device.current_stream)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]
         plans = plan_model(self.parameters, config, set()).weights
@@ -102,9 +103,16 @@ class Streams:
         self.stagers: dict[nn.Parameter, CountingStager] = {}
         for (name, parameter), plan in zip(named, plans, strict=True):
             weight = self.weights[parameter] = self._weight(rng, name, parameter, plan)
-            self.stagers[parameter] = CountingStager(self.runtime, weight)
-            if streams:
+            self.stagers[parameter] = CountingStager(self.runtime, cast(Any, weight))
+            if streams and weight.deferred is not None:
                 self.streamer.stream(parameter, self.stagers[parameter])
+        self.runtime.buckets.allocate()
+        self.streamer.regroup()
+
+    def _dispatch(self, gradients: Sequence[tuple[CountingStager, Tensor]]) -> list[Staged]:
+        for stager, _ in gradients:
+            stager.staged += 1
+        return self.dispatcher([(stager.weight, gradient) for stager, gradient in gradients])
 
     def _weight(self, rng: random.Random, name: str, parameter: nn.Parameter, plan: WeightPlan) -> Weight:
         offloaded = list(range(plan.resident, plan.columns))
@@ -157,12 +165,11 @@ class Streams:
             matrix[:, : weight.plan.resident] = staged.resident.t()
         if staged.selected is not None:
             matrix[:, weight.selected_index] = staged.selected.t()
-        for bucket, sent in zip(weight.deferred.buckets, staged.sent, strict=True):
-            sent.transfer.wait()
-            entry = LogEntry(1, sent.pieces, sent.transfer, None, None)  # type: ignore[arg-type]
-            columns = weight.deferred.slot_columns[bucket.slots.start : bucket.slots.stop]
-            matrix[:, columns] = torch.cat(list(entry.pieces)).view(len(columns), weight.plan.rows).t()
-        self.runtime.log.give_back([sent.place for sent in staged.sent])
+        for part, sent in zip(weight.deferred.parts, staged.sent, strict=True):
+            sent.gradient.transfer.wait()
+            columns = weight.deferred.slot_columns[part.slots.start : part.slots.stop]
+            matrix[:, columns] = torch.cat(sent.gradient.pieces()).view(len(columns), weight.plan.rows).t()
+        void(self.runtime, staged.sent)
         return whole if staged.record.factor is None else whole * staged.record.factor
 
     def close(self) -> None:

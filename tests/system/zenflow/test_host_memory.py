@@ -80,8 +80,8 @@ def no_room() -> Any:
 
 @pytest.mark.smoke
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(no_room: Any) -> None:
-    # 2000 x 3000 elements, S = 4; a bucket is 1048 columns, so an entry of the largest is 4,192,000 bytes.
-    needed = 14 * 6_000_000 + 4 * 3000 + 4 * (2 * 6_000_000 + 4_192_000)
+    # 2000 x 3000 elements, S = 4; a bucket of 1 MiB is 262 columns, so an entry is 1,048,000 bytes.
+    needed = 14 * 6_000_000 + 4 * 3000 + 4 * (2 * 6_000_000 + 1_048_000)
     first, again = no_room["refused"]
     found = re.fullmatch(
         rf"the state of the deferred columns needs {needed} bytes of host memory, available are (\d+) "

@@ -16,11 +16,10 @@ from tests.support.zenflow.device_cases import HYPER, KNOBS, WINDOWS, RuntimeCas
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from tests.support.zenflow.simulated_order import Stream
 from tests.support.zenflow.simulated_tensor import SimulatedTensor
-from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.deferred import DeferredTier
+from zenflow import ZenFlowAdamW, ZenFlowConfig, staging
 from zenflow.device import CudaDevice
 from zenflow.host.engine import HostEngine, Job
-from zenflow.staging import ColumnStager
+from zenflow.windows import Windows
 
 pytestmark = pytest.mark.simulated_cuda(arrival=0.0)
 
@@ -68,9 +67,9 @@ def takes_work_at_once(start: Method) -> Method:
 
 
 def forgets_what_it_sent(submit: Method) -> Method:
-    def mistaken(tier: DeferredTier, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+    def mistaken(windows: Windows, bucket: Any, *args: Any, **kwargs: Any) -> Any:
         bucket.sent = None
-        return submit(tier, bucket, *args, **kwargs)
+        return submit(windows, bucket, *args, **kwargs)
 
     return mistaken
 
@@ -104,7 +103,7 @@ MISTAKES = {
     ),
     # That the host waits for the gradients to be produced would do, too.
     "a result is overwritten before it was sent": Mistake(
-        ((DeferredTier, "submit_window", forgets_what_it_sent), (CudaDevice, "wait_for", forgotten)),
+        ((Windows, "_submit", forgets_what_it_sent), (CudaDevice, "wait_for", forgotten)),
         "host",
         {"topk_ratio": 0.0, "update_interval": 1, "bucket_bytes": 2000},
     ),
@@ -133,16 +132,15 @@ def arrives_late(gpu: SimulatedCuda, *, forgets: bool) -> bool:
             optimizer.step()
             optimizer.zero_grad()
     training = optimizer._training
-    void = without(CudaDevice, "block_on")(ColumnStager.void) if forgets else ColumnStager.void
-    with mock.patch.object(ColumnStager, "void", void):
+    void = without(CudaDevice, "block_on")(staging.void) if forgets else staging.void
+    with mock.patch.object(staging, "void", void):
         for watch in training.gradients._streamer._watches.values():
             watch.forget()
     log = training.runtime.log
     places, written = [], []
     tiers = [weight.deferred for weight in training.model.weights if weight.deferred is not None]
-    for bucket in (bucket for tier in tiers for bucket in tier.buckets):
-        shape = len(bucket.slots), bucket.result.shape[1]
-        place, pieces, _ = log.write(shape, torch.bfloat16, torch.Tensor.zero_)
+    for part in (part for tier in tiers for part in tier.parts):
+        place, pieces, _ = log.write(part.entry_bytes // 2, torch.bfloat16, torch.Tensor.zero_)
         places.append(place)
         written += pieces
     torch.cuda.synchronize()

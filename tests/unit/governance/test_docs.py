@@ -128,7 +128,7 @@ def check_ours(words: list[str], where: str) -> None:
 _OF_THE_MACHINE = (
     r"╰─+ cpu \(emulated accelerator\)( · .*)? ─╯",  # the longer the processor's name, the shorter the line before it
     r"done for real, in\s+[\d,.]+\s+m?s,",
-    r"waits\s+2,0(50|3\d) ms",  # one run in some 25 hides a wait up to the optimizer's begin instead of its end
+    r"waits\s+2,0\d\d ms",  # one run in some 25 hides a wait up to the optimizer's begin instead of its end
 )
 """What of the demo's screen another machine, or another run, has otherwise."""
 

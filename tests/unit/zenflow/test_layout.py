@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -46,24 +47,56 @@ def test_the_ratio_is_met_up_to_half_a_column(shapes: list[tuple[int, int]], rat
 
 
 @given(models(), st.floats(0, 1), st.integers(1, 5000))
-def test_every_column_has_one_place_and_buckets_are_numbered_through(
+def test_every_column_has_one_place_and_buckets_are_runs_of_weights(
     shapes: list[tuple[int, int]], topk: float, nbytes: int
 ) -> None:
     planned = plan(*(parameter(*shape) for shape in shapes), topk_ratio=topk, offload_ratio=0.7, bucket_bytes=nbytes)
-    number = 0
+    sizes: Counter[int] = Counter()
     for part in planned.weights:
         assert part.resident + part.selected + part.deferred == part.columns
-        assert part.first_bucket == number
         ranges = part.bucket_slots
         assert [slot for low, high in ranges for slot in range(low, high)] == list(range(part.deferred))
         assert all(high - low == part.slots_per_bucket for low, high in ranges[:-1])
         assert part.slots_per_bucket == max(1, nbytes // (part.rows * 4))
-        number += len(ranges)
+        assert not ranges or part.first_bucket in (len(sizes), len(sizes) - 1)  # the last one, or a new one
+        for number, (low, high) in enumerate(ranges, part.first_bucket):
+            assert sizes[number] == 0 or sizes[number] + 4 * part.rows * (high - low) <= nbytes
+            sizes[number] += 4 * part.rows * (high - low)
         if topk > 0 and part.offloaded:
             assert part.selected == min(part.offloaded, max(1, round_half_up(topk * part.offloaded)))
         else:
             assert part.selected == 0
-    assert planned.buckets == number
+    assert planned.buckets == max(1, len(sizes))
+
+
+def test_buckets_by_hand() -> None:
+    weights = [parameter(4, 8), parameter(4, 4), parameter(3), parameter(4, 40), parameter(4, 4), parameter(4, 4)]
+    weights[4].requires_grad_(False)
+    planned = plan(*weights, topk_ratio=0, bucket_bytes=192)
+    # 128 and 64 bytes fill one; 640 are cut into four; what is frozen has no bytes, and opens none.
+    assert [(part.first_bucket, len(part.bucket_slots)) for part in planned.weights] == [
+        (0, 1),
+        (0, 1),
+        (0, 0),
+        (1, 4),
+        (4, 1),
+        (5, 1),
+    ]
+    assert planned.buckets == 6
+
+
+def test_weights_of_two_kinds_share_no_bucket() -> None:
+    weights = [parameter(4, 8), parameter(4, 8), nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16))]
+    planned = plan(*weights, topk_ratio=0, transposed=(weights[1],))
+    assert [part.first_bucket for part in planned.weights] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("width", "buckets"), [(64, 1), (1 << 10, 16), (1 << 13, 32)])
+def test_a_bucket_has_a_32nd_of_the_model_or_1_mib(width: int, buckets: int) -> None:
+    weights = [nn.Parameter(torch.empty(256, width, dtype=torch.bfloat16, device="meta")) for _ in range(32)]
+    planned = plan(*weights, topk_ratio=0, bucket_bytes=1 << 27)
+    assert planned.buckets == buckets
+    assert {len(part.bucket_slots) for part in planned.weights} == {1}
 
 
 def test_a_split_by_hand() -> None:

@@ -103,8 +103,8 @@ def deferred(optimizer: Any, index: int) -> Any:
 def test_an_entry_that_is_dropped_shows(index: int, which: int) -> None:
     _, optimizer, _ = trained(6, torch.float32)
     assert_balanced(optimizer)
-    for bucket in deferred(optimizer, index).buckets:
-        del bucket.log[which]
+    for part in deferred(optimizer, index).parts:
+        del part.log[which]
     balances = list(optimizer.ledger().values())
     assert [balance.balanced for balance in balances] == [number != index for number in range(3)]
     optimizer.flush()
@@ -115,11 +115,11 @@ def test_an_entry_that_is_dropped_shows(index: int, which: int) -> None:
 def test_an_entry_that_is_applied_twice_or_damaged_shows() -> None:
     for damage in ("twice", "damaged"):
         _, optimizer, _ = trained(7, torch.float32)
-        for bucket in deferred(optimizer, 0).buckets:
+        for part in deferred(optimizer, 0).parts:
             if damage == "twice":
-                bucket.log[0] = bucket.log[1]
+                part.log[0] = part.log[1]
             else:
-                bucket.log[0].pieces[0].view(torch.int32)[0] ^= 1
+                part.log[0].gradient.pieces()[0].view(torch.int32)[0] ^= 1
         assert [balance.balanced for balance in optimizer.ledger().values()] == [False, True, True]
         optimizer.flush()
         assert [balance.balanced for balance in optimizer.ledger().values()] == [False, True, True]

@@ -167,7 +167,7 @@ def test_a_tasks_memory_lives_until_it_is_finished(backend: NativeBackend) -> No
     scene = draw_scene(RULES["adamw"], 3)
     memory = Memory(backend, scene.rule, scene.streams, scene.count)
     weights = torch.zeros(scene.targets, scene.streams[0].shape[1])
-    of_task = [weakref.ref(weights), weakref.ref(scene.parts[0].entries[0][0].pieces[0])]
+    of_task = [weakref.ref(weights), weakref.ref(scene.parts[0].entries[0][0].gradient.memory[0])]
     of_state = weakref.ref(memory.state.master)
     ticket = backend.start(Update(memory.columns, scene.parts, None, weights=weights))
     del memory, weights, scene

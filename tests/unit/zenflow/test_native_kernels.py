@@ -26,7 +26,7 @@ from tests.support.zenflow.kernel_cases import (
 )
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
-from zenflow.kernels.base import ColumnUpdate
+from zenflow.kernels.base import ColumnUpdate, PackedColumns
 from zenflow.kernels.native import NativeKernels
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
@@ -201,6 +201,35 @@ def test_the_updates_of_a_step_at_once(kernels: NativeKernels, name: str, dtype:
         kernels.update_many(rule, ours, factor=factor, skip=skip)
         EAGER.update_many(rule, theirs, factor=factor, skip=skip)
         assert_equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("threads")
+@with_threads(name=NAMES, dtype=DTYPES, of_gradients=DTYPES)
+def test_updates_with_packed_gradients(
+    kernels: NativeKernels, name: str, dtype: torch.dtype, of_gradients: torch.dtype
+) -> None:
+    """Beside the eager ones; steps differ in gradients, factor and skip, and a weight gets other strides."""
+    draw, rule = Draw(NAMES.index(name), CPU), RULES[name]
+    weights, ours, theirs, hypers = [], [], [], []
+    for number in range(5):
+        rows, of = draw.choice.choice([(1, 1), (7, 3), (300, 40), (513, 66)])
+        weights.append(draw.values(rows, of).to(dtype))
+        hypers.append(rule.hyper(random_group(rule.name, random.Random(number % 2))))
+        for columns in draw.columns(of, of).split(draw.choice.randint(1, of)):
+            gradient = torch.empty(len(columns), rows, dtype=of_gradients)
+            state = draw.state(rule, len(columns), rows, odd=False)
+            ours.append(PackedColumns(number, state, gradient, columns))
+            theirs.append(PackedColumns(number, copied(state), gradient, columns))
+    copies = [weight.clone() for weight in weights]
+    native, eager = kernels.packed_updates(rule, ours), EAGER.packed_updates(rule, theirs)
+    for factor, skip in ((None, None), (torch.tensor(0.3), torch.tensor(False)), (None, torch.tensor(True))):
+        for one in ours:
+            one.gradient.copy_(draw.values(*one.gradient.shape))
+        native.run(weights, hypers, factor=factor, skip=skip)
+        eager.run(copies, hypers, factor=factor, skip=skip)
+        assert all(equal_states(one.state, other.state) for one, other in zip(ours, theirs, strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(weights, copies, strict=True))
+        weights[0] = weights[0].t().contiguous().t()
 
 
 def test_columns_that_the_matrix_does_not_have(kernels: NativeKernels) -> None:

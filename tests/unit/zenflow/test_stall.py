@@ -13,7 +13,8 @@ from zftune.emulation import EmulatedAccelerator, Rig
 FAST_GBPS = 1e6
 FORWARD_MS, BACKWARD_MS = 2.0, 4.0
 # Gradients leave in step(), so that nothing of their transfer is hidden by backward.
-SYNC: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "stream": False}
+A_WEIGHT: dict[str, Any] = {"bucket_bytes": 4 * 11 * 8}
+SYNC: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "stream": False, **A_WEIGHT}
 # Two weights of [11, 8] in fp32; the bias is resident.
 ELEMENTS = 2 * 11 * 8
 WEIGHT_BYTES = 4 * ELEMENTS
@@ -110,13 +111,13 @@ def test_the_pipeline_overlaps_what_deepspeeds_order_does_not() -> None:
     assert stall(stats[1:], "d2h") == pytest.approx(5 * 4.0)
 
 
-OVERLAPPED = ZenFlowConfig(topk_ratio=0.25, update_interval=4, select_interval=4)
+OVERLAPPED = ZenFlowConfig(topk_ratio=0.25, update_interval=4, select_interval=4, **A_WEIGHT)
 
 
 def test_an_overlapped_run_waits_for_what_its_window_cannot_hide() -> None:
     interval = 4
     host_bytes = (24 + 4 * interval + 4) * ELEMENTS
-    config = ZenFlowConfig(topk_ratio=0.0, update_interval=interval, apply_lag=interval)
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=interval, apply_lag=interval, **A_WEIGHT)
     stats = measure(config, 5 * interval, host_gbps=gbps(host_bytes, 36.0))
     steady = stats[2 * interval :]  # three windows; each is applied at latest at the next close
     # Of two buckets that take 18 ms each, the first is due after a step of 6 ms: 12 to wait. The second is due two

@@ -210,7 +210,7 @@ def test_copies_run_beside_backward_and_into_the_next_forward() -> None:
             Rig("stream", "", forward_ms=20.0, backward_ms=40.0, device_gbps=None, scale=1.0, **rates)
         )
         device.attach(model)
-        config = ZenFlowConfig.zero_offload(stream=stream)
+        config = ZenFlowConfig.zero_offload(stream=stream, bucket_bytes=300)
         optimizer = ZenFlowAdamW(model.parameters(), config=config, device=device)
         for step in range(5):
             model(tokens_of(step)).backward()

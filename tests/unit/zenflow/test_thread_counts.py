@@ -41,21 +41,21 @@ class Counts(NamedTuple):
 
 A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
-    "hooks": Counts(3, 1, 0, 21, 108),
-    "plain": Counts(3, 1, 1, 20, 138),
-    "close": Counts(3, 1, 1, 20, 184),
-    "selection": Counts(4, 3, 3, 101, 386),
+    "hooks": Counts(0, 0, 0, 12, 45),
+    "plain": Counts(3.25, 0, 0, 24.25, 151),
+    "close": Counts(2.25, 0, 0, 15.25, 149),
+    "selection": Counts(3.25, 2, 2, 96.25, 349),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
-    "hooks": Counts(0, 0, 0, 0, 2),
-    "plain": Counts(0, 1, 1, 33, 242),
-    "close": Counts(0, 1, 2, 33, 258),
-    "selection": Counts(0, 2, 4, 37, 278),
+    "hooks": Counts(2, 3, 0, 31, 168),
+    "plain": Counts(0, 4, 3, 74, 418),
+    "close": Counts(0, 1, 2, 54, 354),
+    "selection": Counts(0, 2, 4, 58, 374),
 }
 """Ceilings for what a step takes besides, however many weights there are."""
-ADDED_LAUNCHES = {"backward": 12, "step": 10}
+ADDED_LAUNCHES = {"backward": 0, "step": 9}
 """By 4 matrices and 1 vector more, in a plain step. The goal is none."""
 MATRICES = 4
 PLAIN_STEP = 2 * SELECT_INTERVAL - 1

@@ -11,6 +11,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
@@ -80,6 +81,11 @@ class Trainer:
             self.device.gate.set()
 
     @property
+    def buckets(self) -> int:
+        """Of the model."""
+        return self.optimizer._training.model.windows.buckets
+
+    @property
     def late(self) -> bool:
         """Whether a window is due that the host has not begun."""
         return self.steps > 2 and self.steps % 2 == 1
@@ -109,16 +115,20 @@ def reentrant(request: pytest.FixtureRequest) -> bool | None:
     return value
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20], ids=["a column", "some weights", "all weights"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_late_host_changes_no_bit_and_is_waited_for_in_forward(reentrant: bool | None, dtype: torch.dtype) -> None:
-    expected = train(seeded(Stack, dtype, reentrant=reentrant), CONFIG, steps=9, with_module=False)
-    trainer = Trainer(seeded(Stack, dtype, reentrant=reentrant))
+def test_a_late_host_changes_no_bit_and_is_waited_for_in_forward(
+    reentrant: bool | None, dtype: torch.dtype, bucket_bytes: int
+) -> None:
+    config = replace(CONFIG, bucket_bytes=bucket_bytes)
+    expected = train(seeded(Stack, dtype, reentrant=reentrant), config, steps=9, with_module=False)
+    trainer = Trainer(seeded(Stack, dtype, reentrant=reentrant), config)
     losses = []
     for step in range(1, 10):
         trainer.device.taken.clear()
         losses.append(trainer.step())
-        # Windows of steps 2, 4, 6 are due after 3, 5, 7: each of the six weights, in the forward of the next step.
-        assert trainer.device.taken == (["forward"] * 6 if step in (4, 6, 8) else []), step
+        # Windows of steps 2, 4, 6 are due after 3, 5, 7: each bucket, in the forward of the next step.
+        assert trainer.device.taken == (["forward"] * trainer.buckets if step in (4, 6, 8) else []), step
     assert_same_run([*losses, *trainer.finish()], expected)
 
 
@@ -156,7 +166,7 @@ def test_recomputation_after_a_step_sees_its_weights(mode: bool) -> None:
         trainer.optimizer.zero_grad()
         trainer.device.phase = "backward"
         loss.backward()
-        assert trainer.device.taken[-4:] == ["between" if waits else "backward"] * 4
+        assert trainer.device.taken[-trainer.buckets :] == ["between" if waits else "backward"] * trainer.buckets
         trainer.step()
         gradients.append(trainer.finish())
     assert_same_run(*gradients)
@@ -308,7 +318,7 @@ def test_a_weight_whose_memory_somebody_holds_is_waited_for_in_step(hold: Callab
     aliases = hold(trainer.model)
     trainer.device.taken.clear()
     trainer.step()
-    assert trainer.device.taken == ["step"] * 6
+    assert trainer.device.taken == ["step"] * trainer.buckets
     if hold is storages_of:
         shapes = {name: parameter.shape for name, parameter in trainer.model.named_parameters()}
         aliases = {name: set_to(one, 0, shapes[name]) for name, one in aliases.items()}
@@ -328,7 +338,7 @@ def test_an_evaluation_right_after_a_step_sees_the_new_weights(mode: Callable[[]
         loss = trainer.model(tokens_of(50)).detach().clone()  # a graph that lives on would hold the weights' memory
     trainer.model.train()
     assert bool(same_bits(loss.detach(), expected).all())
-    assert trainer.device.taken[-6:] == ["forward"] * 6
+    assert trainer.device.taken[-trainer.buckets :] == ["forward"] * trainer.buckets
     for _ in range(4):
         trainer.step()
     assert_same_run(trainer.finish(), train(seeded(Stack), CONFIG, steps=7, with_module=False)[7:])
@@ -342,14 +352,14 @@ def test_a_step_without_a_forward_waits_itself() -> None:
     trainer.device.taken.clear()
     trainer.device.phase = "step"
     trainer.optimizer.step()
-    assert trainer.device.taken[:6] == ["step"] * 6
+    assert trainer.device.taken[: trainer.buckets] == ["step"] * trainer.buckets
     trainer.finish()
 
 
 def test_an_error_of_a_late_host_is_raised_in_forward() -> None:
     trainer = held()
     trainer.device.broken = True  # the job at the gate included
-    with pytest.raises(HostEngineError, match=r"embedding\.weight failed: no memory left"):
+    with pytest.raises(HostEngineError, match=r"embedding\.weight and 5 more failed: no memory left"):
         trainer.step()
     assert trainer.device.phase == "forward"
     trainer.optimizer.abandon()

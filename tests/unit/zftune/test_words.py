@@ -18,7 +18,7 @@ def test_every_state_kind_and_cause_has_a_word() -> None:
     assert set(words.RUN_STATES) == {"ended", *(one.value for one in RunState if one is not RunState.LOST)}
     assert set(words.ROLES) == set(get_args(Role))
     assert set(words.DECISIONS) == set(get_args(DecisionKind))
-    assert tuple(words.CAUSES) == CAUSES
+    assert tuple(words.CAUSES) == (*CAUSES, "thread")  # which a plan has alone
     assert set(words.TRENDS) == set(get_args(Trend))
 
 

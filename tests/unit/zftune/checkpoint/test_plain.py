@@ -17,7 +17,9 @@ from zftune.checkpoint.converting import export_checkpoint, import_checkpoint
 from zftune.checkpoint.sources import MODEL_STATES
 from zftune.errors import BadInputError
 
-WINDOW = zenflow.ZenFlowConfig(topk_ratio=0.3, offload_ratio=0.8, update_interval=4, select_interval=2)
+WINDOW = zenflow.ZenFlowConfig(
+    topk_ratio=0.3, offload_ratio=0.8, update_interval=4, select_interval=2, bucket_bytes=100
+)
 PASSES = 6  # in the middle of the second window, with updates of the first one under way
 
 

@@ -318,13 +318,17 @@ class BrokenLink(EmulatedAccelerator):
         return super().d2h(source, target if self._left else torch.zeros(2, 3, 5))
 
 
-@pytest.mark.parametrize("broken", [3, 9], ids=["masters", "gradient"])
-def test_a_failed_copy_ends_training_with_its_cause(broken: int) -> None:
-    """Six weights: of the third, first the masters are read, then a gradient is sent."""
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [(3, r"masters of layers\.0\.outer\.weight"), (7, r"embedding\.weight and 5 more")],
+    ids=["masters", "gradient"],
+)
+def test_a_failed_copy_ends_training_with_its_cause(broken: int, named: str) -> None:
+    """Of each of six weights the masters are read, then the gradients are sent together."""
     device = BrokenLink(broken)
     config = ZenFlowConfig(topk_ratio=0.0, update_interval=1, overlap_step=False)
     try:
-        with pytest.raises(HostEngineError, match=r"layers\.0\.outer\.weight.*size of tensor"):
+        with pytest.raises(HostEngineError, match=f"{named} failed: .*size of tensor"):
             train(seeded(Stack), config, steps=3, device=device)
     finally:
         device.close()

