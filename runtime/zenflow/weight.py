@@ -104,8 +104,8 @@ class WeightState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is stored without gaps, as kernels of a whole bucket need it."""
-        return self.parameter.is_contiguous()
+        """Whether it is stored without gaps and alone, as kernels need it that write by addresses."""
+        return self.parameter.is_contiguous() and len(self.neighbours) == 1
 
     @property
     def selected_index(self) -> torch.Tensor:
@@ -203,6 +203,8 @@ class WeightState:
         if self._split is None:
             return None
         self._require_form()
+        if len(self.neighbours) == 1 and self._writes.pause():
+            return None
         written = self._writes.written() or self._split.is_replaced()
         before = self._writes.end()
         if written:

@@ -51,11 +51,12 @@ class WriteWatch:
     (`rms_norm`) leave lazy clones to its older ones.
     """
 
-    __slots__ = ("_before", "_copy", "_kept", "_parameter", "_storage", "_version", "_way")
+    __slots__ = ("_before", "_copy", "_kept", "_marked", "_parameter", "_storage", "_version", "_way")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._storage: int | None = None  # None: not watching
+        self._marked: int | None = None  # the storage that was shared when `pause` was called
         self._way: Literal["shared", "copied", "counted"] = "counted"
         self._version = 0
         self._before: torch.Tensor | None = None
@@ -69,6 +70,12 @@ class WriteWatch:
             keep: remember what the parameter holds, which takes memory once somebody writes.
         """
         parameter = self._parameter
+        marked, self._marked = self._marked, None
+        if marked is not None and self._is_shared(marked):  # we have written by its address alone
+            self._storage, self._version, self._way = marked, parameter._version, "shared"
+            self._before = _lazy_clone(parameter.detach()) if keep else None
+            self._kept = keep
+            return
         on_cpu = parameter.device.type == "cpu"
         pointed_at = on_cpu and has_other_holders(parameter)
         self._storage, self._version = parameter.untyped_storage()._cdata, parameter._version
@@ -82,6 +89,22 @@ class WriteWatch:
         self._kept = keep and self._before is not None
         if not keep and self._way == "shared":
             self._before = None  # the memory stays marked, and the first write costs nothing
+
+    def pause(self) -> bool:
+        """Notice nothing more if nobody has written, before we write ourselves; whether that is so.
+
+        Memory that is shared stays so, and `begin` goes on with it if kernels have written by its address alone.
+        """
+        if self._storage is None or self._way != "shared" or self.written():
+            return False
+        self._marked, self._storage, self._before = self._storage, None, None
+        return True
+
+    def _is_shared(self, storage: int) -> bool:
+        """Whether the memory is the same, and nobody has asked to write to it."""
+        parameter = self._parameter
+        same = parameter.untyped_storage()._cdata == storage
+        return same and bool(torch._C._is_cow_tensor(parameter))  # type: ignore[attr-defined]
 
     def written(self) -> bool:
         """Whether somebody may have written since `begin`."""
@@ -108,7 +131,7 @@ class WriteWatch:
             What the parameter held at `begin`, where that was to be kept.
         """
         before = self._before if self._kept else None
-        self._storage, self._before = None, None
+        self._storage = self._marked = self._before = None
         return before
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:

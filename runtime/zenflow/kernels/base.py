@@ -17,6 +17,21 @@ ENERGY_ROWS = 64
 """Rows whose squares are summed before they join those of others (csrc/energies.hpp has it too)."""
 
 
+_CONST = hasattr(torch.Tensor, "const_data_ptr")
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Address of a tensor's first element, 0 for None. Unlike `data_ptr`, it leaves memory shared that is so lazily."""
+    if tensor is None:
+        return 0
+    if _CONST:
+        address: int = tensor.const_data_ptr()  # type: ignore[attr-defined]
+    else:
+        address = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+        address += int(tensor.storage_offset()) * tensor.element_size()
+    return address or 16  # an empty tensor has no memory, and is there
+
+
 def finite_or_zero(energies: torch.Tensor) -> torch.Tensor:
     """Turn energies, in any shape, into importance, in place: 0 where they are not finite."""
     return energies.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from zenflow.kernels import bucket_kernels
-from zenflow.kernels.base import Kernels
-from zenflow.kernels.launcher import address_of, launcher
+from zenflow.kernels.base import Kernels, address_of
+from zenflow.kernels.launcher import launcher
 from zenflow.kernels.tables import COUNT_BLOCK, KEPT_TILES, BucketTables, KeptState, KeptTables, sent_together
 from zenflow.rules import Hyper, Rule, SGDHyper
 from zenflow.rules.adaptive import AdagradHyper, AdamHyper, AdamWHyper

@@ -14,20 +14,6 @@ import torch
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-_CONST = hasattr(torch.Tensor, "const_data_ptr")
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """Address of a tensor's first element, 0 for None. Unlike `data_ptr`, it leaves memory shared that is so lazily."""
-    if tensor is None:
-        return 0
-    if _CONST:
-        address: int = tensor.const_data_ptr()  # type: ignore[attr-defined]
-    else:
-        address = torch._C._data_address(tensor)  # type: ignore[attr-defined]
-        address += int(tensor.storage_offset()) * tensor.element_size()
-    return address or 16  # an empty tensor has no memory, and is there
-
 
 class Launcher:
     """One kernel with its constants. No argument may be specialized: what the first call compiles serves all.

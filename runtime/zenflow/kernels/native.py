@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, PackedColumns, PackedUpdates
+from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, PackedColumns, PackedUpdates, address_of
 from zenflow.kernels.tables import BucketTables
 from zenflow.rules import RULES, Hyper, Rule
 
@@ -121,14 +121,14 @@ class NativeKernels(Kernels):
         if (bucket := self._bucket(tables)) is None:
             super().pack_bucket(tables, gradients, sent, kept, energies)
             return
-        addresses = [_address(one) for one in gradients]
+        addresses = [address_of(one) for one in gradients]
         bucket.pack(addresses, sent.data_ptr(), kept.data_ptr(), energies.data_ptr(), self.threads)
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         if (bucket := self._bucket(tables)) is None:
             super().show_bucket(tables, weights, rows)
             return
-        bucket.show([_address(one) for one in weights], rows.data_ptr(), self.threads)
+        bucket.show([address_of(one) for one in weights], rows.data_ptr(), self.threads)
 
     def _bucket(self, tables: BucketTables) -> _native.Bucket | None:
         """Made once for each table; None: a place is empty."""
@@ -194,7 +194,7 @@ class _NativeUpdates(PackedUpdates):
             if id(hyper) not in numbers:
                 numbers[id(hyper)] = hyper.numbers, hyper.decay
         self._made.run(
-            [one.data_ptr() for one in weights],
+            [address_of(one) for one in weights],
             [numbers[id(hyper)] for hyper in hypers],
             1.0 if factor is None else float(factor),
             skip is not None and bool(skip),
@@ -230,11 +230,6 @@ def _known(rule: Rule, one: ColumnUpdate) -> bool:
         and state.master.shape == ((limit if columns is None else len(columns)), rows)
         and state.master.is_contiguous()
     )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    """As native buckets take it: of a tensor without elements, which may have no memory, another one than of none."""
-    return 0 if tensor is None else tensor.data_ptr() or 1
 
 
 def _matrix(matrix: torch.Tensor) -> tuple[int, str, int, int]:

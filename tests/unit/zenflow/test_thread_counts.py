@@ -42,9 +42,9 @@ class Counts(NamedTuple):
 A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
     "hooks": Counts(0, 0, 0, 12, 45),
-    "plain": Counts(3.25, 0, 0, 24.25, 151),
-    "close": Counts(2.25, 0, 0, 15.25, 149),
-    "selection": Counts(3.25, 2, 2, 96.25, 349),
+    "plain": Counts(3.25, 0, 0, 21.75, 146),
+    "close": Counts(2.25, 0, 0, 14.75, 145),
+    "selection": Counts(3.25, 2, 2, 95.75, 345),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
