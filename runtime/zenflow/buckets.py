@@ -63,6 +63,9 @@ class Part:
     """The weights that the masters begin with, [slots, rows] in host memory, and what brings them there; None: once a
     window has been submitted."""
 
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The memory of the bucket's results, and the last of its own in it, [n, rows]."""
+
     @property
     def index(self) -> int:
         """b: the bucket's number."""

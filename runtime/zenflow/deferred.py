@@ -228,8 +228,14 @@ class DeferredTier:
 
     def _result(self, part: Part, start: int, columns: int) -> torch.Tensor:
         """[columns, rows] of the memory of the part's bucket."""
-        numel = columns * self._rows
-        return self._runtime.buckets.result_of(part.bucket).narrow(0, start, numel).view(columns, self._rows)
+        memory = self._runtime.buckets.result_of(part.bucket)
+        if part.result is not None and part.result[0] is memory:
+            last = part.result[1]
+            if last.storage_offset() == memory.storage_offset() + start and last.shape[0] == columns:
+                return last  # as in the window before
+        result = memory.narrow(0, start, columns * self._rows).view(columns, self._rows)
+        part.result = memory, result
+        return result
 
     def log(self, sent: Iterable[SentPart], step: int, hyper: Hyper, control: StepControl | None) -> None:
         """Make entries of the log of a step's gradient.

@@ -150,17 +150,19 @@ class Gradient:
 
     def updated(self) -> None:
         """Write what the updates could not write themselves, and account for them."""
+        if self._runtime.ledger is not None:
+            self._account()
+        if self.is_updated:
+            return
         split, weight = self.weight.split, self.weight
         if split.flat and split.resident is not None and not weight.parameter.is_contiguous():
             weight.parameter.copy_(split.resident.master.view(weight.parameter.shape))
-        if split.selected is not None and self.left and not self.is_updated:
+        if split.selected is not None and self.left:
             self._runtime.kernels.scatter(weight.matrix(), split.selected_index, split.selected.master)
         states = [state for state in (split.resident, split.selected) if state is not None]
         elements = sum(state.master.numel() for state in states)
         state_bytes = 8 * (1 + self._runtime.rule.moments)
         self._runtime.device.charge(elements * (state_bytes + 2 * weight.parameter.element_size()))
-        if self._runtime.ledger is not None:
-            self._account()
 
     def _account(self) -> None:
         split, plan = self.weight.split, self.weight.plan

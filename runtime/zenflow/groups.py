@@ -139,6 +139,8 @@ class Group:
         if self.updates is not None:
             factor, skip = (None, None) if control is None else (control.factor, control.skip)
             self.updates.run([weight.matrix() for weight in self.weights], hypers, factor=factor, skip=skip)
+            element_bytes = 8 * (1 + self._runtime.rule.moments) + 2 * self.kept.element_size()
+            self._runtime.device.charge(self.kept.numel() * element_bytes)
 
 
 class Groups:
