@@ -58,6 +58,7 @@ def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
         (programs / name).write_text(f'#!/bin/sh\n{begin} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     script = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
+    environment = {**os.environ, **upstream_ops.environment()}  # or DeepSpeed compiles for minutes
     result = subprocess.run(
         ["bash", "-euxc", script],
         cwd=folder,
@@ -65,9 +66,8 @@ def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
         text=True,
         check=False,
         env={
-            **os.environ,
-            **upstream_ops.environment(),  # or DeepSpeed compiles for minutes
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            **environment,
+            "PATH": f"{programs}{os.pathsep}{environment['PATH']}",
             "HOME": str(folder),
             "ZFTUNE_DB": str(folder / "zftune.db"),
             "ZFTUNE_SOCKET": str(folder / "zftune.sock"),
