@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     """What commands of the documents find: the examples on short samples, a training script, a ds_config."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for example in (tmp_path / "examples").glob("*.py"):
-        text = re.sub(r'("--length", type=int, default)=\d+', r"\1=16", example.read_text(encoding="utf-8"))
+        text = re.sub(r'("--length", type=int, default)=\d+', r"\1=32", example.read_text(encoding="utf-8"))
         example.write_text(text, encoding="utf-8")
     script = (tmp_path / "examples" / "plain_pytorch.py").read_text(encoding="utf-8")
     (tmp_path / "train.py").write_text(script.replace("default=80", "default=30"), encoding="utf-8")

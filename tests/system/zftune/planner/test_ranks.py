@@ -120,15 +120,7 @@ ALL = {
     ),
     "whole weights, slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW, keeps_whole=True),
 }
-ON_FOUR = (
-    "pipelined",
-    "windows",
-    "half",
-    "kept",
-    "slow network",
-    "whole weights, early",
-    "whole weights, slow network",
-)
+ON_FOUR = ("pipelined", "windows", "slow network", "whole weights, early")
 SETTINGS = fast(
     {
         name: ALL[name]
