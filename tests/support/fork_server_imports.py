@@ -10,6 +10,8 @@ import multiprocessing
 import os
 from typing import Any
 
+from tests.support import upstream_ops
+
 MODULES = (
     "deepspeed",
     "deepspeed.runtime.zero.stage_1_and_2",
@@ -47,6 +49,7 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # 1.4 s, at every 
 cpuinfo.get_cpu_info()
 for name in MODULES:
     importlib.import_module(name)
+upstream_ops.load_what_is_compiled()
 if "ZFTUNE_TEST_OTHER_MACHINE" in os.environ:
     importlib.import_module("tests.support.other_machine")
 gc.collect()

@@ -37,8 +37,13 @@ def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     Args:
         axes: the values of each, by name.
     """
+    return list(product(*axes.values())) if everything() else pairs(**axes)
+
+
+def pairs(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Cases in which every two values of two axes meet, the same ones each time; `axes` as for `combinations`."""
     values = [list(axis) for axis in axes.values()]
-    if everything() or len(values) < 2 or not all(values):
+    if len(values) < 2 or not all(values):
         return list(product(*values))
     from allpairspy import AllPairs  # by day alone: tests/system/gpu needs pytest and nothing else
 

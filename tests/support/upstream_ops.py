@@ -1,17 +1,22 @@
 """DeepSpeed's own host operations, compiled once for all tests and studies.
 
 `python -m tests.support.upstream_ops` compiles what is missing (`make test` does), a minute or two on two cores.
-DeepSpeed itself would do so inside the first test that needs them, and leave a lock behind where that test's time ran
-out.
+DeepSpeed itself would do so inside the first test that needs them.
+
+torch takes a lock file for each load, also of what is compiled, and waits for ever where a process was killed that held
+it; and it asks ninja, which compiles again where the one before had another version. So `load_what_is_compiled` goes
+without both, and `environment` gives other processes one ninja, and removes what killed ones left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +35,8 @@ def folder() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to find them, and the ninja that torch asks for."""
+    """What a process needs to find them, and the ninja that torch asks for; no lock of a killed one is left."""
+    remove_left_locks()
     tools = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder()), "PATH": tools}
 
@@ -48,6 +54,37 @@ def need() -> None:
         pytest.skip("DeepSpeed's operations are not compiled: run `python -m tests.support.upstream_ops`")
 
 
+def remove_left_locks() -> None:
+    """Remove torch's locks that no living process holds: it keeps the file open, but for the moment before removal."""
+    left = _unheld_locks()
+    for lock in left & _unheld_locks() if left else ():
+        lock.unlink(missing_ok=True)
+
+
+def load_what_is_compiled() -> None:
+    """Have torch load operations of this folder as they are, in this process and its forks."""
+    from torch.utils import cpp_extension
+
+    functions: Any = cpp_extension
+    load = functions.load
+
+    def load_or_compile(name: str, *given: Any, **more: Any) -> Any:
+        library = _library(name)
+        if library.exists() and os.environ.get("TORCH_EXTENSIONS_DIR") == str(folder()):
+            return functions._import_module_from_library(name, str(library.parent), True)
+        return load(name, *given, **more)
+
+    functions.load = load_or_compile
+
+
+def _unheld_locks() -> set[Path]:
+    locks = set(folder().glob("*/lock"))
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            locks.discard(descriptor.readlink())
+    return locks
+
+
 def _library(name: str) -> Path:
     return folder() / name / f"{name}.so"
 
@@ -57,8 +94,6 @@ def main() -> None:
     for name, builder in _BUILDERS.items():
         if _library(name).exists():
             continue
-        (folder() / name).mkdir(parents=True, exist_ok=True)
-        (folder() / name / "lock").unlink(missing_ok=True)  # of a compilation that was killed
         code = f"from deepspeed.ops.op_builder.cpu import {builder}; {builder}().load(verbose=False)"
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment()}, check=True)
 

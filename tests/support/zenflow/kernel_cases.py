@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.tiers import combinations, fast
+from tests.support.tiers import combinations, fast, pairs
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow.kernels import ColumnUpdate, Kernels
 from zenflow.kernels.base import EagerKernels
@@ -112,13 +112,13 @@ UPDATES = combinations(
     chosen=(True, False),
     factor=(None, 0.37),
     skip=(None, False, True),
-)[:: fast(1, all_of=7)]
+)[:: fast(1, all_of=19)]
 
 
 def matrices(*shapes: tuple[int, int]) -> pytest.MarkDecorator:
-    """Tests with each shape, dtype and layout of a matrix; each that meets another is a variant to compile on a GPU."""
+    """Tests in which each two of a shape, a dtype and a layout of a matrix meet."""
     return pytest.mark.parametrize(
-        ("shape", "dtype", "layout"), combinations(shape=shapes, dtype=DTYPES, layout=LAYOUTS), ids=str
+        ("shape", "dtype", "layout"), pairs(shape=shapes, dtype=DTYPES, layout=LAYOUTS), ids=str
     )
 
 

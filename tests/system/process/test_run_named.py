@@ -82,7 +82,7 @@ def run(folder: Path, config: dict[str, Any], launcher: str) -> subprocess.Compl
     ("launcher", "left"),
     tiers.fast(
         [("python", False)],
-        all_of=[(launcher, left) for launcher in LAUNCHERS for left in (False, True)],
+        all_of=[*((launcher, False) for launcher in LAUNCHERS), ("python", True), ("accelerate", True)],
     ),
 )
 def test_it_trains_as_it_is(tmp_path: Path, launcher: str, left: bool) -> None:

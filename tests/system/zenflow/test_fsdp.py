@@ -14,6 +14,14 @@ from tests.support.zenflow.rank_runs import Results, results_of_ranks
 RANKS = fast((4,), all_of=(2, 4, 8))
 """By day with uneven and empty shards alone."""
 NAMES = fast(["exact", "clipped", "exact, partitioned"], all_of=list(CASES))
+FEW = [f"{name}{kind}" for name in ("exact", "clipped", "twin flow", "knobs") for kind in ("", PARTITIONED)]
+"""On 8 ranks, where most have no row of a weight: what they do is what they do on 4."""
+NAMES_ON = {
+    2: [name for name in NAMES if CASES[name].rule == "adamw"],
+    4: NAMES,
+    8: [name for name in NAMES if name in FEW],
+}
+"""By the number of ranks: other rules are tried on 4."""
 WITHOUT_HOST_STATE = ("on the device", f"on the device{PARTITIONED}")
 
 
@@ -21,7 +29,7 @@ WITHOUT_HOST_STATE = ("on the device", f"on the device{PARTITIONED}")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("ranks")
     more = {2: ["repeated", "rounded"], 4: ["with replicas"]}
-    names = [*NAMES, *(more.get(request.param, []) if everything() else [])]
+    names = [*NAMES_ON[request.param], *(more.get(request.param, []) if everything() else [])]
     results = results_of_ranks(
         folder, "tests.support.zenflow.fsdp_cases", names, request.param, patience_s=60.0 * request.param
     )
@@ -49,13 +57,13 @@ def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.smoke
 def test_ranks_are_one_with_the_whole_batch(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
-    for name in NAMES:
+    for name in NAMES_ON[len(ranks)]:
         require_close(ranks[0][name], by_one[name])
         assert not any(result[name]["unbalanced"] for result in ranks)
 
 
 def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: dict[str, dict[str, Any]]) -> None:
-    for name in NAMES:
+    for name in NAMES_ON[len(ranks)]:
         expected = torch.tensor(by_one[name]["moved"])[:-2]  # the sums of the last steps are not known yet
         first, *others = (torch.tensor(result[name]["moved"])[:-2] for result in ranks)
         assert all(torch.equal(first, one) for one in others)
@@ -69,7 +77,7 @@ def test_every_rank_knows_how_far_the_whole_model_moves(ranks: Results, by_one: 
 
 @pytest.mark.smoke
 def test_ranks_that_have_whole_parameters_have_the_same(ranks: Results) -> None:
-    for name in (name for name in NAMES if CASES[name].partitioned):
+    for name in (name for name in NAMES_ON[len(ranks)] if CASES[name].partitioned):
         for result in ranks[1:]:
             for key, value in ranks[0][name]["weights"].items():
                 assert torch.equal(result[name]["weights"][key], value), f"{name}: {key}"

@@ -22,7 +22,7 @@ from tests.support.tiers import fast
 from tests.support.zenflow.fsdp_ends import EVERY, FOLDER, LAST, TIMEOUT, undisturbed
 from tests.support.zenflow.rank_runs import ROOT, results_of_ranks
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="20")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="12")))
 RANKS = 4
 ENDS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1)
 ELSEWHERE = (3, 8)

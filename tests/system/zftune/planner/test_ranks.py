@@ -120,6 +120,7 @@ ALL = {
     ),
     "whole weights, slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW, keeps_whole=True),
 }
+ON_FOUR = ("pipelined", "windows", "slow network", "whole weights, early")
 SETTINGS = fast(
     {
         name: ALL[name]
@@ -185,6 +186,15 @@ WORK = {name: partial(train, setting) for name, setting in (SETTINGS | HSDP).ite
 """What all ranks do together."""
 
 
+TRIED_ON = {2: list(SETTINGS), 4: [name for name in SETTINGS if name in ON_FOUR]}
+"""Settings by the number of ranks."""
+EACH = pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(count, name) for count in RANKS for name in TRIED_ON[count]],
+    indirect=["ranks"],
+)
+
+
 def trained(folder: Path, names: Iterable[str], ranks: int) -> Results:
     """In processes of their own, so many settings at a time."""
     left = list(names)
@@ -200,9 +210,18 @@ def trained(folder: Path, names: Iterable[str], ranks: int) -> Results:
     return found
 
 
-@pytest.fixture(scope="module", params=RANKS, ids="on {}".format)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return trained(tmp_path_factory.mktemp("ranks"), SETTINGS, request.param)
+@pytest.fixture(scope="module")
+def on() -> dict[int, Results]:
+    """What was trained so far, by the number of ranks."""
+    return {}
+
+
+@pytest.fixture(params=RANKS, ids="on {}".format)
+def ranks(request: pytest.FixtureRequest, on: dict[int, Results], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    count: int = request.param
+    if count not in on:
+        on[count] = trained(tmp_path_factory.mktemp("ranks"), TRIED_ON[count], count)
+    return on[count]
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +233,7 @@ def facts() -> ModelFacts:
     return ModelFacts.from_module("layered", model_of())
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@EACH
 def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
     """Apart from the numbers that the host is told in a step, 4 bytes of each weight, which are much in a toy."""
     setting = SETTINGS[name]
@@ -226,7 +245,7 @@ def test_steps_are_those_of_ranks_on_rigs(ranks: Results, name: str) -> None:
         assert least.step_ms <= 1.001 * results[name]["step_ms"]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@EACH
 def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None:
     setting, model = SETTINGS[name], facts()
     split, window = split_of(model, setting.config), setting.config.longest_window
@@ -240,7 +259,7 @@ def test_bytes_are_those_that_the_ranks_count(ranks: Results, name: str) -> None
     assert sum(results[name]["host_bytes"] for results in ranks) == work
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@EACH
 def test_host_memory_is_that_of_all_ranks(ranks: Results, name: str) -> None:
     expected = host_bytes(facts(), SETTINGS[name].config, ranks=len(ranks))
     found = {use: sum(results[name]["host"][use] for results in ranks) for use in expected}

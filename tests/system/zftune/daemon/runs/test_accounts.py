@@ -32,7 +32,7 @@ from zftune.explain.document import explain_document
 from zftune.store import open_store
 from zftune.store.types import TrialState
 
-SEQUENCES = int(os.environ.get("ZFTUNE_ACCOUNTS", fast("1", all_of="20")))
+SEQUENCES = int(os.environ.get("ZFTUNE_ACCOUNTS", fast("1", all_of="8")))
 EVENTS = 9
 SHARE = 0.02
 _RATES = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
