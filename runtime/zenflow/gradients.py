@@ -43,7 +43,7 @@ class Gradient:
         self._runtime = runtime
         self._staged = staged
         self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
-        self._energies = None if staged is None else staged.record.energies
+        self._energies: torch.Tensor | None = None
 
     @property
     def left(self) -> bool:
@@ -57,7 +57,7 @@ class Gradient:
 
     def leave(self, staged: Staged) -> None:
         """It has left."""
-        self._staged, self._whole, self._energies = staged, None, staged.record.energies
+        self._staged, self._whole = staged, None
 
     def log(self, step: int, hyper: Hyper) -> None:
         """Log the deferred columns of a gradient that has left.
@@ -87,10 +87,19 @@ class Gradient:
 
     def energies(self) -> torch.Tensor:
         """[columns] fp32: squared L2 norm of each column, not finite where it is not; without `factor`."""
-        if self._energies is None:
+        if self._energies is None and self._staged is not None:
+            self._energies = self._staged.record.energies
+        elif self._energies is None:
             self._energies = self._runtime.kernels.energies(self.matrix())
             self._runtime.device.charge(self.whole().nbytes)
         return self._energies
+
+    def energies_within(self) -> tuple[torch.Tensor, range]:
+        """Its energies as a part of a tensor, with those of others perhaps."""
+        if self._staged is not None and self._energies is None:
+            return self._staged.record.energies_within()
+        energies = self.energies()
+        return energies, range(len(energies))
 
     def take_whole(self, energies: torch.Tensor) -> None:
         """Go on with the energies of whole columns, of which this rank holds some rows.
@@ -107,7 +116,7 @@ class Gradient:
     @property
     def columns_tell_norm(self) -> bool:
         """Whether the norm comes from the columns' energies."""
-        return self._energies is not None or bool(self.weight.plan.columns)
+        return self.left or self._energies is not None or bool(self.weight.plan.columns)
 
     def mass(self) -> torch.Tensor:
         """0-dim int64, for the ledger; without `factor`."""
@@ -217,6 +226,22 @@ def norms(gradients: Sequence[Gradient]) -> torch.Tensor:
     if others := [gradient for gradient in gradients if not gradient.columns_tell_norm]:  # nothing of them leaves
         found |= zip(others, whole_norms([one.whole() for one in others]), strict=True)
     return torch.stack([found[gradient] for gradient in gradients])
+
+
+def joined_energies(gradients: Sequence[Gradient]) -> torch.Tensor:
+    """[columns of all] fp32: the energies of gradients behind each other, in new memory.
+
+    Args:
+        gradients: at least one.
+    """
+    parts: list[tuple[torch.Tensor, range]] = []
+    for gradient in gradients:
+        energies, columns = gradient.energies_within()
+        if parts and parts[-1][0] is energies and parts[-1][1].stop == columns.start:  # of one group
+            parts[-1] = energies, range(parts[-1][1].start, columns.stop)
+        else:
+            parts.append((energies, columns))
+    return torch.cat([energies[columns.start : columns.stop] for energies, columns in parts])
 
 
 def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepControl | None) -> None:

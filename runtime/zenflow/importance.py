@@ -10,7 +10,7 @@ import torch
 
 from zenflow.config import AUTO_UPDATE_INTERVAL, Auto, ZenFlowConfig
 from zenflow.device import Transfer
-from zenflow.gradients import Gradient
+from zenflow.gradients import Gradient, joined_energies
 from zenflow.history import History
 from zenflow.kernels.base import finite_or_zero, sums
 from zenflow.layout import WeightPlan
@@ -25,15 +25,79 @@ from zenflow.weight import WeightState
 class Selecting:
     """What `select` found."""
 
-    energies: dict[WeightState, torch.Tensor]
-    """[2] fp32 of each weight that selects: energy of the selected and of all offloaded columns."""
+    weights: list[WeightState]
+    """Those that select."""
+    energies: torch.Tensor | None
+    """[weights, 2] fp32: energy of the selected and of all offloaded columns of each; None where none selects."""
     started: list[WeightState]
     """Those whose first gradient this was."""
+
+
+class ScoreLayout:
+    """Where the importance of some weights' columns lies in one tensor, so that what is done to all is one operation.
+
+    Args:
+        weights: at least one; each has its newest importance in this tensor from now on.
+    """
+
+    def __init__(self, weights: Sequence[WeightState]) -> None:
+        self.weights = list(weights)
+        self.newest = torch.cat([weight.importance() for weight in weights])
+        """[columns of all] fp32."""
+        self._plans = [weight.plan for weight in weights]
+        self.sizes = [plan.columns for plan in self._plans]
+        self.starts = list(itertools.accumulate(self.sizes[:-1], initial=0))
+        for weight, part in zip(weights, self.newest.split(self.sizes), strict=True):
+            weight.share_importance(part)
+        self._indices: list[torch.Tensor] = []
+        self._index = self.newest
+        self._lengths = torch.tensor(
+            [[weight.plan.resident, weight.plan.offloaded] for weight in weights], device="cpu"
+        ).view(-1)
+        self._selected = torch.tensor([weight.plan.selected for weight in weights], device="cpu")
+
+    def fits(self, weights: Sequence[WeightState]) -> bool:
+        """Whether it is that of these weights, as they are split now."""
+        return len(weights) == len(self.weights) and all(
+            one is other and one.plan is plan and one.shares_importance(self.newest)
+            for one, other, plan in zip(weights, self.weights, self._plans, strict=True)
+        )
+
+    def energies(self, scores: torch.Tensor) -> torch.Tensor:
+        """[weights, 2] fp32: the sums of scores over the selected and over all offloaded columns.
+
+        Args:
+            scores: [columns of all] fp32.
+        """
+        indices = [weight.selected_index for weight in self.weights]
+        if len(indices) != len(self._indices) or any(a is not b for a, b in zip(indices, self._indices, strict=True)):
+            self._indices, self._index = indices, torch.cat(torch._foreach_add(indices, self.starts))
+        selected = scores.index_select(0, self._index)
+        if scores.device.type == "cpu":  # one operation in place of two a weight
+            of_selected = torch.segment_reduce(selected, "sum", lengths=self._selected)
+            of_offloaded = torch.segment_reduce(scores, "sum", lengths=self._lengths)[1::2]
+            return torch.stack([of_selected, of_offloaded], dim=1)
+        parts = zip(selected.split([*map(len, indices)]), scores.split(self.sizes), self.weights, strict=True)
+        return sums([part for mine, of, weight in parts for part in (mine, of[weight.plan.resident :])]).view(-1, 2)
+
+
+class Importance:
+    """Measures the importance of columns, and remembers where that of the weights lies."""
+
+    def __init__(self) -> None:
+        self._layout: ScoreLayout | None = None
+
+    def layout(self, weights: Sequence[WeightState]) -> ScoreLayout:
+        """For these weights, kept while they are the same."""
+        if self._layout is None or not self._layout.fits(weights):
+            self._layout = ScoreLayout(weights)
+        return self._layout
 
 
 def select(
     runtime: Runtime,
     history: History,
+    importance: Importance,
     live: Sequence[Gradient],
     step: int,
     interval: int | Auto,
@@ -46,6 +110,7 @@ def select(
     Args:
         runtime: shared by all weights.
         history: receives the waits and the energies.
+        importance: remembers it.
         live: the step's gradients.
         step: its number.
         interval: `select_interval`.
@@ -53,7 +118,7 @@ def select(
         splits: whether all columns will be split anew after this step.
     """
     measured = [one for one in live if one.weight.selects or (splits and one.weight.plan.columns)]
-    scores = _Scores(measured, skip) if measured else None
+    scores = _Scores(importance, measured, skip) if measured else None
     due = [one for one in measured if one.weight.selects and (not one.weight.started or selects(step, interval))]
     if scores is not None and due:
         _propose(runtime, history, due, scores, skip)
@@ -65,37 +130,39 @@ def select(
             runtime.buckets.allocate()
             for weight in starting:
                 weight.read()
-    selecting = [one for one in measured if one.weight.selects]
+    selecting = [place for place, one in enumerate(measured) if one.weight.selects]
     if scores is None or not selecting:
-        return Selecting({}, starting)
-    energies = _energies(selecting, scores)
+        return Selecting([], None, starting)
+    energies = _unscaled(measured, scores.layout.energies(scores.all))
+    if len(selecting) < len(measured):
+        energies = torch.stack([energies[place] for place in selecting])
     history.open.energy = runtime.fetch(energies.sum(dim=0))
     runtime.traffic.index_bytes += history.open.energy[0].nbytes
-    return Selecting(dict(zip((one.weight for one in selecting), energies.unbind(), strict=True)), starting)
+    return Selecting([measured[place].weight for place in selecting], energies, starting)
 
 
 class _Scores:
     """Importance of the columns of many gradients, in one tensor: what is done to all of them is one launch."""
 
-    def __init__(self, gradients: Sequence[Gradient], skip: torch.Tensor | None) -> None:
+    def __init__(self, importance: Importance, gradients: Sequence[Gradient], skip: torch.Tensor | None) -> None:
         """Measure it, and let each weight remember its own.
 
         Args:
+            importance: remembers it.
             gradients: at least one.
             skip: 0-dim bool; where true the step does not count.
         """
-        energies = [gradient.energies() for gradient in gradients]
-        sizes = [len(of_one) for of_one in energies]
-        self.all = finite_or_zero(torch.cat(energies))
+        self.all = finite_or_zero(joined_energies(gradients))
         """[columns of all gradients] fp32."""
-        starts = itertools.accumulate(sizes[:-1], initial=0)
-        self.starts = dict(zip(gradients, starts, strict=True))
-        """Where each gradient's columns begin in it."""
-        self.of = dict(zip(gradients, self.all.split(sizes), strict=True))
-        """[columns] of each gradient, a view."""
-        newest = [gradient.weight.importance() for gradient in gradients]
-        noted = self.all if skip is None else torch.where(skip, torch.cat(newest), self.all)
-        torch._foreach_copy_(newest, noted.split(sizes))
+        self.layout = importance.layout([gradient.weight for gradient in gradients])
+        newest = self.layout.newest
+        newest.copy_(self.all if skip is None else torch.where(skip, newest, self.all))
+        self._places = {gradient: place for place, gradient in enumerate(gradients)}
+
+    def of(self, gradient: Gradient) -> torch.Tensor:
+        """[columns] of one gradient, a view."""
+        place = self._places[gradient]
+        return self.all.narrow(0, self.layout.starts[place], self.layout.sizes[place])
 
 
 def _propose(
@@ -105,7 +172,7 @@ def _propose(
     energies, columns = [], []
     for gradient in due:
         plan = gradient.weight.plan
-        ordered, order = ranked(scores.of[gradient][plan.resident :])
+        ordered, order = ranked(scores.of(gradient)[plan.resident :])
         energies.append(ordered)
         columns.append(order[: plan.selected] + plan.resident if plan.resident else order[: plan.selected])
     chosen = torch.cat(columns)
@@ -122,23 +189,11 @@ def _propose(
     runtime.traffic.index_bytes += on_host.nbytes + record.ranked[0].nbytes
 
 
-def _energies(selecting: Sequence[Gradient], scores: _Scores) -> torch.Tensor:
-    """[n, 2] fp32: of each gradient, unscaled, the energy in the selected and in all offloaded columns."""
-    indices = [gradient.weight.selected_index for gradient in selecting]
-    shifted = torch._foreach_add(indices, [scores.starts[gradient] for gradient in selecting])
-    selected = scores.all.index_select(0, torch.cat(shifted))
-    plans = [gradient.weight.plan for gradient in selecting]
-    offloaded = [scores.of[gradient][plan.resident :] for gradient, plan in zip(selecting, plans, strict=True)]
-    if selected.device.type == "cpu":  # one operation in place of two a weight
-        lengths = torch.tensor([[plan.selected, plan.offloaded] for plan in plans], device="cpu")
-        of_tiers = zip((selected, torch.cat(offloaded)), lengths.unbind(1), strict=True)
-        energies = torch.stack([torch.segment_reduce(one, "sum", lengths=of_one) for one, of_one in of_tiers], dim=1)
-    else:
-        pairs = zip(selected.split([*map(len, indices)]), offloaded, strict=True)
-        energies = sums([part for both in pairs for part in both]).view(-1, 2)
-    if any(gradient.unscale is not None for gradient in selecting):
+def _unscaled(gradients: Sequence[Gradient], energies: torch.Tensor) -> torch.Tensor:
+    """Energies of gradients before they were scaled; [gradients, 2]."""
+    if any(gradient.unscale is not None for gradient in gradients):
         one = torch.ones((), dtype=torch.float32, device=energies.device)
-        unscale = torch.stack([one if gradient.unscale is None else gradient.unscale for gradient in selecting])
+        unscale = torch.stack([one if gradient.unscale is None else gradient.unscale for gradient in gradients])
         energies = energies * unscale.square().unsqueeze(1)
     return energies
 
@@ -166,33 +221,34 @@ class AutoInterval:
 
     def add(
         self,
-        energies: Mapping[WeightState, torch.Tensor],
+        weights: Sequence[WeightState],
+        both: torch.Tensor | None,
         grad_scale: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
         """Take in a step.
 
         Args:
-            energies: [2] fp32 of each weight: of the selected and of all offloaded columns.
+            weights: those that select.
+            both: [weights, 2] fp32: energy of the selected and of all offloaded columns; None: there are no weights.
             grad_scale: what the loss was multiplied with.
             skip: 0-dim bool; where true the step does not count.
         """
-        if not energies:
+        if both is None:
             return
         device = self._runtime.device.torch_device
         places = {weight: place for place, weight in enumerate(self._weights)}
-        index = self._runtime.send_index(torch.tensor([places[weight] for weight in energies], device="cpu"))
+        index = self._runtime.send_index(torch.tensor([places[weight] for weight in weights], device="cpu"))
         elements = torch.tensor(
-            [[rows * plan.selected, rows * plan.deferred] for rows, plan in map(_whole_rows_and_plan, energies)],
+            [[rows * plan.selected, rows * plan.deferred] for rows, plan in map(_whole_rows_and_plan, weights)],
             dtype=torch.float32,
             device="cpu",
         )
-        both = torch.stack(list(energies.values()))
         parts = torch.stack([both[:, 0], (both[:, 1] - both[:, 0]).clamp(min=0)], dim=1)
         rms = (parts / self._runtime.device.send(elements)).sqrt()
         if grad_scale is not None:
             rms = rms / torch.as_tensor(grad_scale, device=device).float()
-        step = torch.cat([torch.ones(len(energies), 1, dtype=torch.float32, device=device), rms], dim=1)
+        step = torch.cat([torch.ones(len(weights), 1, dtype=torch.float32, device=device), rms], dim=1)
         if skip is not None:
             step = torch.where(skip, torch.zeros_like(step), step)
         if self._sums is None:

@@ -77,6 +77,12 @@ class GradientRecord:
             self._energies, self._columns = self._energies[self._columns.start : self._columns.stop], None
         return self._energies
 
+    def energies_within(self) -> tuple[torch.Tensor, range]:
+        """`energies` as a part of a tensor, with those of others perhaps."""
+        if self._columns is None:
+            return self._energies, range(len(self._energies))
+        return self._energies, self._columns
+
     def norm(self) -> torch.Tensor:
         """0-dim fp32: the gradient's L2 norm as it is now, from fp32 sums; not finite where the gradient is not."""
         if self.zeroed:

@@ -283,6 +283,8 @@ class Streamer:
         if group.left > 0:
             return ()
         ready, group.ready = group.ready, []
+        if len(ready) == len(group.watches):
+            return group.watches  # in the order of the plan, as the tables are that are kept
         return ready
 
     def send(self, watches: Sequence[_Watch]) -> None:

@@ -18,7 +18,7 @@ from zenflow.device import Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.gradients import Gradient, Gradients, norms, set_controls, update_on_device
 from zenflow.history import History
-from zenflow.importance import AutoInterval, select
+from zenflow.importance import AutoInterval, Importance, select
 from zenflow.knobs import KnobChange, prepare, reserve
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.ledger import Balance
@@ -78,6 +78,7 @@ class Training:
         self.engine = self.runtime.engine
         self.model = ModelState(self.runtime, module)
         self.clock = WindowClock(config)
+        self._importance = Importance()
         self.auto = AutoInterval(self.runtime, self.model.weights)
         self.shards = shards
         """The rows that this rank holds, where the parameters are sharded."""
@@ -271,12 +272,12 @@ class Training:
         plan = self.clock.advance(close=full or change is not None, at_once=splits)
         skip = None if control is None else control.skip
         interval = self.config.select_interval
-        selecting = select(self.runtime, self.history, live, plan.step, interval, skip, splits=splits)
+        selecting = select(self.runtime, self.history, self._importance, live, plan.step, interval, skip, splits=splits)
         self.gradients.stream(selecting.started)
         for weight in self.model.moving(groups, change.config) if change is not None and splits else ():
             weight.drop_proposal()  # they are selected for another split
         if self.config.update_interval == "auto":
-            self.auto.add(selecting.energies, grad_scale, skip)
+            self.auto.add(selecting.weights, selecting.energies, grad_scale, skip)
         if self.runtime.ledger is not None:
             for gradient in live:
                 self.runtime.ledger.produce(gradient.weight.name, gradient.mass(), skip)

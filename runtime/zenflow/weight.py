@@ -290,6 +290,14 @@ class WeightState:
             self._scores = torch.zeros(self.plan.columns, dtype=torch.float32, device=self.parameter.device)
         return self._scores
 
+    def share_importance(self, part: torch.Tensor) -> None:
+        """Have it in memory that many weights share, [columns] fp32, which holds it already."""
+        self._scores = part
+
+    def shares_importance(self, memory: torch.Tensor) -> bool:
+        """Whether it is a part of a tensor."""
+        return self._scores is not None and self._scores._base is memory
+
     def still_selected(self) -> int:
         """How many of the selected columns the pending selection keeps; waits for it."""
         return int(torch.isin(self.split.selected_columns, self.proposed()).sum())

@@ -42,17 +42,17 @@ class Counts(NamedTuple):
 A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
     "hooks": Counts(0, 0, 0, 12, 45),
-    "plain": Counts(3.25, 0, 0, 21.75, 139),
-    "close": Counts(2.25, 0, 0, 14.75, 138),
-    "selection": Counts(3.25, 2, 2, 95.75, 338),
+    "plain": Counts(3.25, 0, 0, 19.75, 138),
+    "close": Counts(2.25, 0, 0, 12.75, 137),
+    "selection": Counts(3.25, 2, 2, 93.75, 337),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
     "hooks": Counts(2, 3, 0, 31, 168),
-    "plain": Counts(0, 4, 3, 74, 419),
-    "close": Counts(0, 1, 2, 54, 356),
-    "selection": Counts(0, 2, 4, 58, 376),
+    "plain": Counts(0, 4, 3, 68, 416),
+    "close": Counts(0, 1, 2, 48, 353),
+    "selection": Counts(0, 2, 4, 52, 373),
 }
 """Ceilings for what a step takes besides, however many weights there are."""
 ADDED_LAUNCHES = {"backward": 0, "step": 9}
