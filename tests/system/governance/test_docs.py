@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -49,15 +50,35 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def script_of(page: Path) -> str:
+def lines_of(page: Path) -> list[str]:
     """Its commands, without comments."""
     text = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
-    return re.sub(r" +#.*$", "", text, flags=re.MULTILINE)
+    return re.sub(r" +#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE).splitlines()
 
 
 def is_alone(line: str) -> bool:
     """Whether no other command reads what this one leaves, so that it is run on the first of its pages alone."""
     return line.startswith(("zftune plan ", "zftune profile "))
+
+
+def run_line(line: str, folder: Path, environment: dict[str, str]) -> None:
+    """Run a command as a shell does; what is of Python in a fork, which needs no import of DeepSpeed."""
+    words = shlex.split(line)
+    count = next((place for place, word in enumerate(words) if not re.match(r"(export$|[A-Z_]+=)", word)), len(words))
+    own = dict(word.split("=", 1) for word in words[:count] if "=" in word)
+    program, *rest = [sys.executable if word == "python" else word for word in words[count:]] or ["true"]
+    if words[0] == "export":
+        environment |= own
+    how: dict[str, Any] = {"cwd": folder, "env": {**environment, **own}}
+    done: subprocess.CompletedProcess[str]
+    if program == "zftune":
+        done = fork_server.zftune(*rest, timeout=400, **how)
+    elif program == sys.executable:
+        done = fork_server.run(rest, timeout=400, **how)
+    else:
+        path = shutil.which(program, path=environment["PATH"]) or program
+        done = subprocess.run([path, *rest], capture_output=True, text=True, check=False, **how)
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
 @pytest.mark.parametrize("page", list(pages_with("sh")))
@@ -66,31 +87,22 @@ def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
     programs.mkdir()
     for name, code in (
         ("zftune", fork_server.MAIN),
-        ("python", None),
         ("torchrun", "from torch.distributed.run import main; main()"),
     ):
-        begin = f"exec {sys.executable}" if code is None else f"exec {sys.executable} -c '{code}'"
-        (programs / name).write_text(f'#!/bin/sh\n{begin} "$@"\n', encoding="utf-8")
+        (programs / name).write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
         (programs / name).chmod(0o755)
-    before = {line for earlier in PAGES[: PAGES.index(page)] for line in script_of(earlier).splitlines()}
-    script = "\n".join(line for line in script_of(page).splitlines() if line not in before or not is_alone(line))
     environment = {**os.environ, **upstream_ops.environment()}  # or DeepSpeed compiles for minutes
-    result = subprocess.run(
-        ["bash", "-euxc", script],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **environment,
-            "PATH": f"{programs}{os.pathsep}{environment['PATH']}",
-            "HOME": str(folder),
-            "OMP_NUM_THREADS": "1",
-            "ZFTUNE_DB": str(folder / "zftune.db"),
-            "ZFTUNE_SOCKET": str(folder / "zftune.sock"),
-        },
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    environment |= {
+        "PATH": f"{programs}{os.pathsep}{environment['PATH']}",
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "ZFTUNE_DB": str(folder / "zftune.db"),
+        "ZFTUNE_SOCKET": str(folder / "zftune.sock"),
+    }
+    before = {line for earlier in PAGES[: PAGES.index(page)] for line in lines_of(earlier)}
+    for line in lines_of(page):
+        if line.strip() and not (line in before and is_alone(line)):
+            run_line(line, folder, environment)
 
 
 def test_each_step_of_the_setup_says_what_it_does_and_how_long_that_takes() -> None:
