@@ -147,7 +147,7 @@ def train_late(rank: int) -> dict[str, Any]:
     nbytes = 32 * WIDTH * WIDTH // RANKS
     rig = rig_of(3 * LATE_FORWARD_MS, 3 * LATE_BACKWARD_MS, host_gbps=nbytes / HOST_MS / 1e6)
     device = EmulatedAccelerator(rig)
-    config = ZenFlowConfig.zero_offload(pipeline="bucket")
+    config = ZenFlowConfig.zero_offload(pipeline="bucket", bucket_bytes=4 * WIDTH * WIDTH)  # a block
     optimizer = ZenFlowAdamW(model.parameters(), lr=1e-3, config=config, module=model, device=device)
     device.attach(model)
     for _ in range(STEPS + 1):
