@@ -207,7 +207,7 @@ def said(rank: int) -> dict[str, Any]:
     optimizer.abandon()
     none = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(offload_ratio=0.0, host_threads=2), module=model)
     kernels = none._training.runtime.kernels
-    threads = {"of torch": torch.get_num_threads(), "of kernels": getattr(kernels, "_threads", None)}
+    threads = {"of torch": torch.get_num_threads(), "of kernels": getattr(kernels, "threads", None)}
     none.abandon()
     knobs = {"topk_ratio": config.topk_ratio, "update_interval": config.update_interval}
     return {"said": sentences, "knobs": knobs, "hooks": hooks, "device": device, "threads": threads}
