@@ -132,22 +132,6 @@ class GradientLog:
         """
         place = self._take(packed.nbytes)
         pieces = [view.view(packed.dtype) for view in place.views]
-        try:
-            return place, pieces, self.send_into(packed, pieces)
-        except BaseException:
-            self._pool.give(place)
-            raise
-
-    def send_into(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Transfer:
-        """Send to a place that was taken before.
-
-        Args:
-            packed: flat on the device.
-            pieces: flat host memory of the same dtype; behind each other as long.
-
-        Returns:
-            The last of the copies.
-        """
         parts = [packed] if len(pieces) == 1 else packed.split([piece.numel() for piece in pieces])
         transfers: list[Transfer] = []
         try:
@@ -156,8 +140,9 @@ class GradientLog:
         except BaseException:
             for transfer in transfers:
                 transfer.wait()
+            self._pool.give(place)
             raise
-        return transfers[-1]
+        return place, pieces, transfers[-1]
 
     def write(
         self, numel: int, dtype: torch.dtype, write: Callable[[torch.Tensor], object]
@@ -176,7 +161,7 @@ class GradientLog:
         place = self._take(numel * dtype.itemsize)
         try:
             pieces = [view.view(dtype) for view in place.views]
-            write_into(pieces, write)
+            _write_into(pieces, write)
         except BaseException:
             self._pool.give(place)
             raise
@@ -210,13 +195,8 @@ class GradientLog:
                     return place
 
 
-def write_into(pieces: Sequence[torch.Tensor], write: Callable[[torch.Tensor], object]) -> None:
-    """Fill memory that may be in pieces by a function that wants it in one.
-
-    Args:
-        pieces: flat, of one dtype.
-        write: called once with a flat tensor of their length.
-    """
+def _write_into(pieces: Sequence[torch.Tensor], write: Callable[[torch.Tensor], object]) -> None:
+    """Fill memory that may be in pieces by a function that wants it in one."""
     if len(pieces) == 1:
         write(pieces[0])
         return
