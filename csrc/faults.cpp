@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <utility>
 
 namespace zenflow {
 
@@ -32,11 +33,15 @@ void Faults::act() {
         } else {
             if (kind_ == Kind::none || pieces_-- > 0) return;
             const Kind kind = kind_;
-            kind_ = Kind::none;
-            armed_.store(false);
-            if (kind == Kind::fail) throw std::runtime_error("a failure was injected");
-            if (kind == Kind::die) throw ThreadDied{};
-            seconds = seconds_;
+            seconds = std::exchange(seconds_, 0.0);
+            if (kind == Kind::delay || seconds == 0.0) {
+                kind_ = Kind::none;
+                armed_.store(false);
+                if (kind == Kind::fail) throw std::runtime_error("a failure was injected");
+                if (kind == Kind::die) throw ThreadDied{};
+            } else {
+                pieces_ = 0;
+            }
         }
     }
     delay(seconds);

@@ -16,6 +16,7 @@ public:
     enum class Kind : std::uint8_t { none, fail, die, delay, jitter };
 
     // fail, die, delay: once, before the piece of work that comes after `pieces` others; delay lasts `seconds`.
+    // Where fail and die have `seconds`, that piece is so late, and the next one fails.
     // jitter: before every piece, for up to `seconds`, drawn from `seed`.
     void arm(Kind kind, std::uint64_t pieces, double seconds, std::uint64_t seed);
 

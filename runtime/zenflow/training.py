@@ -155,7 +155,6 @@ class Training:
             with sums.keeping():
                 self.engine.check()
                 live = self._live(groups)
-                self.gradients.dispatch(live)
         with self._communicating():
             skip = sums.take(self.model.weights, live, self.clock.step + 1, found_inf)
         if sums.error is None:
@@ -177,7 +176,6 @@ class Training:
         self.restored_flushed = False
         self._torn = True
         self.gradients.hand_over()
-        self.gradients.dispatch(live)
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
 
     def _end_step(self) -> None:
@@ -292,7 +290,7 @@ class Training:
         """Log the deferred columns, update the others, make visible what is due, close the window."""
         windows = self.model.windows
         moves = windows.resolve_pending(self.history.open) if plan.closes else {}
-        self.gradients.dispatch(live)  # of weights whose first gradient this is
+        self.gradients.dispatch(live)  # behind what the host is told of this step, which is little
         update_on_device(self.runtime, live, self.hypers)
         # What waits for the link is bounded to one step's gradients.
         if self._last_d2h is not None and not self._last_d2h.done():
