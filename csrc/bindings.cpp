@@ -177,33 +177,22 @@ zenflow::Index columns_of(const std::optional<Address>& columns, std::size_t n, 
     return at<std::int64_t>(*columns);
 }
 
-zenflow::ColumnUpdate make_update(const std::string& rule, std::size_t n, std::size_t rows, Address master,
-                                  const std::vector<Address>& moments, Address count, const MatrixArgument& gradient,
-                                  const std::optional<MatrixArgument>& weights, const std::optional<Address>& columns,
-                                  std::size_t limit, float factor, const HyperArgument& hyper, bool skip) {
-    zenflow::ColumnUpdate update{};
-    update.state = state_of(rule, n, rows, master, moments, count);
-    update.gradient = matrix_of(gradient);
-    if (weights) update.weights = matrix_of(*weights);
-    update.columns = columns_of(columns, n, limit);
-    update.factor = factor;
-    update.hyper = hyper_of(hyper);
-    update.skip = skip;
-    return update;
-}
-
-// Kept columns of several weights, whose gradients are packed: what does not change from step to step.
-struct PackedUpdates {
+// State on the device of several weights, which every step updates: what does not change from step to step.
+struct DeviceUpdates {
     std::vector<zenflow::ColumnUpdate> updates;
     std::vector<std::size_t> weights;  // of each, the number of its weight
+    std::vector<std::size_t> groups;   // and of its parameter group
+    std::vector<bool> packed;          // whether its gradients are where they were
 
-    void run(const std::vector<Address>& addresses, const std::vector<HyperArgument>& hypers, float factor, bool skip,
-             std::size_t threads) {
+    void run(const std::vector<Address>& addresses, const std::vector<Address>& gradients,
+             const std::vector<HyperArgument>& hypers, float factor, bool skip, std::size_t threads) {
         std::vector<zenflow::Hyper> made;
         for (const HyperArgument& hyper : hypers) made.push_back(hyper_of(hyper));
         for (std::size_t i = 0; i < updates.size(); ++i) {
             updates[i].weights.data = at<std::byte>(addresses.at(weights[i]));
-            updates[i].hyper = made.at(weights[i]);
+            if (!packed[i]) updates[i].gradient.data = at<std::byte>(gradients.at(weights[i]));
+            if (updates[i].gradient.data == nullptr) throw std::invalid_argument("a gradient is missing");
+            updates[i].hyper = made.at(groups[i]);
             updates[i].factor = factor;
             updates[i].skip = skip;
         }
@@ -212,30 +201,28 @@ struct PackedUpdates {
     }
 };
 
-using PackedArgument = std::tuple<std::size_t, std::size_t, std::size_t, Address, std::vector<Address>, Address,
-                                  Address, std::int64_t, std::int64_t, Address, std::size_t>;
+// Numbers of the weight and its group, n, rows, addresses of master, moments, counts and gradients (0: each run is given
+// them), strides of the weight, address of the columns and how many there are, dtype of both.
+using PartArgument = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, Address, std::vector<Address>,
+                                Address, Address, std::int64_t, std::int64_t, std::optional<Address>, std::size_t,
+                                std::string>;
 
-PackedUpdates make_packed(const std::string& rule, const std::string& dtype, const std::string& weights_dtype,
-                          const std::vector<PackedArgument>& parts) {
-    PackedUpdates made;
-    const zenflow::Dtype of_gradients = dtype_of(dtype), of_weights = dtype_of(weights_dtype);
-    for (const auto& [weight, n, rows, master, moments, count, gradient, row_stride, column_stride, columns, limit] :
-         parts) {
+DeviceUpdates make_device_updates(const std::string& rule, const std::vector<PartArgument>& parts) {
+    DeviceUpdates made;
+    for (const auto& [weight, group, n, rows, master, moments, count, gradient, row_stride, column_stride, columns,
+                      limit, dtype] : parts) {
         zenflow::ColumnUpdate update{};
         update.state = state_of(rule, n, rows, master, moments, count);
-        update.gradient = {at<std::byte>(gradient), of_gradients, 1, static_cast<std::int64_t>(rows)};
-        update.weights = {nullptr, of_weights, row_stride, column_stride};
+        update.gradient = {at<std::byte>(gradient), dtype_of(dtype), 1, static_cast<std::int64_t>(rows)};
+        update.weights = {nullptr, dtype_of(dtype), row_stride, column_stride};
         update.columns = columns_of(columns, n, limit);
         update.packed = true;
         made.updates.push_back(update);
         made.weights.push_back(weight);
+        made.groups.push_back(group);
+        made.packed.push_back(gradient != 0);
     }
     return made;
-}
-
-void update_columns(const std::vector<zenflow::ColumnUpdate>& updates, std::size_t threads) {
-    const nb::gil_scoped_release unlocked;
-    zenflow::update_columns(updates, threads);
 }
 
 void column_energies(const MatrixArgument& matrix, std::size_t rows, std::size_t columns, Address energies,
@@ -275,25 +262,41 @@ zenflow::Bucket make_bucket(const std::string& dtype, bool transposed, const std
     return bucket;
 }
 
-std::vector<std::byte*> matrices_of(const zenflow::Bucket& bucket, const std::vector<Address>& addresses) {
+using Buffer = std::pair<Address, std::size_t>;  // elements
+
+std::vector<std::byte*> matrices_of(const zenflow::Bucket& bucket, const std::vector<Address>& addresses,
+                                    std::size_t sent, std::size_t kept) {
     if (addresses.size() != bucket.parts.size()) throw std::invalid_argument("there is not one address a part");
     std::vector<std::byte*> found;
-    for (const Address address : addresses) found.push_back(at<std::byte>(address));
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+        const zenflow::BucketPart& part = bucket.parts[i];
+        found.push_back(at<std::byte>(addresses[i]));
+        if (addresses[i] == 0) continue;
+        if (part.sent_start + part.sent.size() * part.rows > sent ||
+            part.kept_start + part.kept.size() * part.rows > kept) {
+            throw std::out_of_range("a buffer is too short for the columns of a bucket");
+        }
+    }
     return found;
 }
 
-void pack_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& gradients, Address sent, Address kept,
-                 Address energies, std::size_t threads) {
-    const std::vector<std::byte*> matrices = matrices_of(bucket, gradients);
+void pack_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& gradients, const Buffer& sent,
+                 const Buffer& kept, const Buffer& energies, std::size_t threads) {
+    const std::vector<std::byte*> matrices = matrices_of(bucket, gradients, sent.second, kept.second);
+    std::size_t columns = 0;
+    for (const zenflow::BucketPart& part : bucket.parts) columns += part.columns;
+    if (columns > energies.second) throw std::out_of_range("there is no room for all energies of a bucket");
     const nb::gil_scoped_release unlocked;
-    zenflow::pack_bucket(bucket, matrices, at<std::byte>(sent), at<std::byte>(kept), at<float>(energies), threads);
+    zenflow::pack_bucket(bucket, matrices, at<std::byte>(sent.first), at<std::byte>(kept.first),
+                         at<float>(energies.first), threads);
 }
 
-void show_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& weights, Address sent,
+void show_bucket(const zenflow::Bucket& bucket, const std::vector<Address>& weights, const Buffer& sent,
                  std::size_t threads) {
-    const std::vector<std::byte*> matrices = matrices_of(bucket, weights);
+    // Of the kept columns nothing is read.
+    const std::vector<std::byte*> matrices = matrices_of(bucket, weights, sent.second, SIZE_MAX);
     const nb::gil_scoped_release unlocked;
-    zenflow::show_bucket(bucket, matrices, at<const std::byte>(sent), threads);
+    zenflow::show_bucket(bucket, matrices, at<const std::byte>(sent.first), threads);
 }
 
 }  // namespace
@@ -321,29 +324,14 @@ NB_MODULE(_native, m) {
             },
             "first"_a, "targets"_a, "entries"_a, "slots"_a.none(), "out"_a.none());
 
-    nb::class_<zenflow::ColumnUpdate>(m, "ColumnUpdate", "One update of columns in the model's own memory.")
+    nb::class_<DeviceUpdates>(m, "DeviceUpdates", "Updates of state on the device, which is the host's memory.")
         .def(
             "__init__",
-            [](zenflow::ColumnUpdate* self, const std::string& rule, std::size_t n, std::size_t rows, Address master,
-               const std::vector<Address>& moments, Address count, const MatrixArgument& gradient,
-               const std::optional<MatrixArgument>& weights, const std::optional<Address>& columns, std::size_t limit,
-               float factor, const HyperArgument& hyper, bool skip) {
-                new (self) zenflow::ColumnUpdate(make_update(rule, n, rows, master, moments, count, gradient, weights,
-                                                             columns, limit, factor, hyper, skip));
+            [](DeviceUpdates* self, const std::string& rule, const std::vector<PartArgument>& parts) {
+                new (self) DeviceUpdates(make_device_updates(rule, parts));
             },
-            "rule"_a, "n"_a, "rows"_a, "master"_a, "moments"_a, "count"_a, "gradient"_a, "weights"_a.none(),
-            "columns"_a.none(), "limit"_a, "factor"_a, "hyper"_a, "skip"_a);
-    nb::class_<PackedUpdates>(m, "PackedUpdates", "Updates of kept columns whose gradients are packed.")
-        .def(
-            "__init__",
-            [](PackedUpdates* self, const std::string& rule, const std::string& dtype, const std::string& weights_dtype,
-               const std::vector<PackedArgument>& parts) {
-                new (self) PackedUpdates(make_packed(rule, dtype, weights_dtype, parts));
-            },
-            "rule"_a, "dtype"_a, "weights_dtype"_a, "parts"_a)
-        .def("run", &PackedUpdates::run, "weights"_a, "hypers"_a, "factor"_a, "skip"_a, "threads"_a);
-    m.def("update_columns", &update_columns, "updates"_a, "threads"_a,
-          "Updates that touch different memory, on at most so many threads.");
+            "rule"_a, "parts"_a)
+        .def("run", &DeviceUpdates::run, "weights"_a, "gradients"_a, "hypers"_a, "factor"_a, "skip"_a, "threads"_a);
     m.def("column_energies", &column_energies, "matrix"_a, "rows"_a, "columns"_a, "energies"_a, "threads"_a,
           "Squared norms of a matrix' columns into fp32 [columns].");
     m.def("pack_columns", &pack_columns, "matrix"_a, "columns"_a, "n"_a, "rows"_a, "limit"_a, "packed"_a, "threads"_a,

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 _Hyper = tuple[Sequence[float], float]
 """A rule's hyperparameters, and the decay factor."""
 _Matrix = tuple[int, str, int, int]
+_Buffer = tuple[int, int]  # address, elements
 """[rows, columns] in the model's own memory: address, dtype, strides of rows and of columns in elements."""
 
 def bandwidth(
@@ -39,35 +40,12 @@ class Part:
         out: NDArray[np.int64] | None,
     ) -> None: ...
 
-class ColumnUpdate:
-    """One update of n columns in the model's own memory; `columns` is the address of [n] int64.
+class DeviceUpdates:
+    """Updates of state on the device, where that is the host's memory.
 
-    Raises:
-        IndexError: a column is not below `limit`.
-    """
-
-    def __init__(
-        self,
-        rule: str,
-        n: int,
-        rows: int,
-        master: int,
-        moments: Sequence[int],
-        count: int,
-        gradient: _Matrix,
-        weights: _Matrix | None,
-        columns: int | None,
-        limit: int,
-        factor: float,
-        hyper: _Hyper,
-        skip: bool,
-    ) -> None: ...
-
-class PackedUpdates:
-    """Updates of kept columns of weights in one dtype, each part with a packed gradient, [n, rows].
-
-    A part is the number of its weight, n, rows, addresses of master, moments, count and gradient, the strides of the
-    weight's rows and columns, the address of [n] int64 columns, and how many columns the weight has.
+    A part is the numbers of its weight and group, n, rows, addresses of master, moments, count and gradients [n, rows]
+    (0: each run is given them), strides of the weight's rows and columns, the address of [n] int64 columns, how many
+    columns the weight has, and the dtype of both.
 
     Raises:
         IndexError: a column is not one of its weight.
@@ -76,15 +54,18 @@ class PackedUpdates:
     def __init__(
         self,
         rule: str,
-        dtype: str,
-        weights_dtype: str,
-        parts: Sequence[tuple[int, int, int, int, Sequence[int], int, int, int, int, int, int]],
+        parts: Sequence[tuple[int, int, int, int, int, Sequence[int], int, int, int, int, int | None, int, str]],
     ) -> None: ...
-    def run(self, weights: Sequence[int], hypers: Sequence[_Hyper], factor: float, skip: bool, threads: int) -> None:
-        """Update, with an address and hyperparameters for each weight."""
-
-def update_columns(updates: Sequence[ColumnUpdate], threads: int) -> None:
-    """Updates that touch different memory, on at most so many threads."""
+    def run(
+        self,
+        weights: Sequence[int],
+        gradients: Sequence[int],
+        hypers: Sequence[_Hyper],
+        factor: float,
+        skip: bool,
+        threads: int,
+    ) -> None:
+        """Update, with two addresses for each weight (0: there is none) and hyperparameters for each group."""
 
 def column_energies(matrix: _Matrix, rows: int, columns: int, energies: int, threads: int) -> None:
     """Squared norms of a matrix' columns into fp32 [columns]."""
@@ -112,10 +93,10 @@ class Bucket:
         transposed: bool,
         parts: Sequence[tuple[int, int, Sequence[int], Sequence[int], int, int]],
     ) -> None: ...
-    def pack(self, gradients: Sequence[int], sent: int, kept: int, energies: int, threads: int) -> None:
+    def pack(self, gradients: Sequence[int], sent: _Buffer, kept: _Buffer, energies: _Buffer, threads: int) -> None:
         """Copy the columns of gradients (0: there is none), and write the energies of all parts' columns."""
 
-    def show(self, weights: Sequence[int], sent: int, threads: int) -> None:
+    def show(self, weights: Sequence[int], sent: _Buffer, threads: int) -> None:
         """Write columns into weights (0: it is left as it is)."""
 
 def end_helpers() -> None:

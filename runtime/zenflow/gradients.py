@@ -9,9 +9,8 @@ import torch
 
 from zenflow.control import StepControl, scaled_control
 from zenflow.errors import UnsupportedError
-from zenflow.groups import Group
 from zenflow.host.tasks import Control
-from zenflow.kernels.base import ColumnUpdate, column_norms, whole_norms
+from zenflow.kernels.base import DevicePart, DeviceUpdates, DeviceWeight, column_norms, whole_norms
 from zenflow.layout import DTYPE_NAMES, can_be_trained
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
@@ -38,8 +37,6 @@ class Gradient:
         self.weight = weight
         self.control: StepControl | None = None
         """Factor and skip flag for this weight."""
-        self.is_updated = False
-        """Whether its group was updated as a whole."""
         self._runtime = runtime
         self._staged = staged
         self._whole = _dense(weight, runtime.device.torch_device) if staged is None else None
@@ -49,11 +46,6 @@ class Gradient:
     def left(self) -> bool:
         """Whether it left the device, but for the columns that stay there."""
         return self._staged is not None
-
-    @property
-    def group(self) -> Group | None:
-        """With which it was packed; None where it has not left."""
-        return None if self._staged is None else self._staged.group
 
     def leave(self, staged: Staged) -> None:
         """It has left."""
@@ -132,71 +124,23 @@ class Gradient:
 
     # --- applied ---------------------------------------------------------------------------------------------------
 
-    def device_updates(self, hyper: Hyper) -> list[ColumnUpdate]:
-        """What updates the resident and the selected columns; `updated` comes after it.
+    @property
+    def leaves(self) -> bool:
+        """Whether it is to be packed, as all are but those whose state is one row, or not on this rank."""
+        split = self.weight.split
+        return self._staged is None and not split.flat and (split.on_device or split.deferred is not None)
 
-        Args:
-            hyper: the group's hyperparameters.
-        """
-        split, plan, weight = self.weight.split, self.weight.plan, self.weight
-        found = []
-        if split.flat and split.resident is not None:
-            found.append(ColumnUpdate(split.resident, self.whole().reshape(-1, 1), self._in_place(), hyper))
-        elif split.resident is not None:
-            columns = self._kept_resident() if self.left else self.matrix()[:, : plan.resident]
-            found.append(ColumnUpdate(split.resident, columns, weight.matrix()[:, : plan.resident], hyper))
-        if split.selected is not None and self.left:
-            found.append(ColumnUpdate(split.selected, self._kept_selected(), None, hyper))
-        elif split.selected is not None:
-            found.append(ColumnUpdate(split.selected, self.matrix(), weight.matrix(), hyper, split.selected_index))
-        return found
+    @property
+    def device_parts(self) -> Sequence[DevicePart]:
+        """What is updated on the device; once it has left, if it is to."""
+        return self.weight.split.flat_parts if self._staged is None else self._staged.device_parts
 
-    def _in_place(self) -> torch.Tensor | None:
-        """All weights as one column; None where the master is the weight, or there is no such view."""
-        weights = self.weight.parameter.detach()
-        own = self.weight.split.is_own_master
-        return None if own or not weights.is_contiguous() else weights.view(-1, 1)
-
-    def updated(self) -> None:
-        """Write what the updates could not write themselves, and account for them."""
-        if self._runtime.ledger is not None:
-            self._account()
-        if self.is_updated:
-            return
-        split, weight = self.weight.split, self.weight
-        if split.flat and split.resident is not None and not weight.parameter.is_contiguous():
-            weight.parameter.copy_(split.resident.master.view(weight.parameter.shape))
-        if split.selected is not None and self.left:
-            self._runtime.kernels.scatter(weight.matrix(), split.selected_index, split.selected.master)
-        states = [state for state in (split.resident, split.selected) if state is not None]
-        elements = sum(state.master.numel() for state in states)
-        state_bytes = 8 * (1 + self._runtime.rule.moments)
-        self._runtime.device.charge(elements * (state_bytes + 2 * weight.parameter.element_size()))
-
-    def _account(self) -> None:
-        split, plan = self.weight.split, self.weight.plan
-        if split.flat and split.resident is not None:
-            self._applied(self.whole())
-        elif split.resident is not None:
-            self._applied(self._kept_resident() if self.left else self.matrix()[:, : plan.resident])
-        if split.selected is not None:
-            index = split.selected_index
-            self._applied(self._kept_selected() if self.left else self.matrix().index_select(1, index))
-
-    def _applied(self, columns: torch.Tensor) -> None:
-        assert self._runtime.ledger is not None
-        skip = None if self.control is None else self.control.skip
-        self._runtime.ledger.apply(self.weight.name, columns, skip)
-
-    def _kept_resident(self) -> torch.Tensor:
-        assert self._staged is not None
-        assert self._staged.resident is not None
-        return self._staged.resident.t()
-
-    def _kept_selected(self) -> torch.Tensor:
-        assert self._staged is not None
-        assert self._staged.selected is not None
-        return self._staged.selected.t()
+    def account(self) -> None:
+        """Tell the ledger what was applied on the device."""
+        ledger, skip = self._runtime.ledger, None if self.control is None else self.control.skip
+        assert ledger is not None
+        for part in self.device_parts:
+            ledger.apply(self.weight.name, self.whole() if part.packed is None else part.packed, skip)
 
 
 def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
@@ -266,47 +210,70 @@ def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepContro
         runtime.traffic.index_bytes += values.nbytes
 
 
-def update_on_device(runtime: Runtime, live: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
-    """Update the resident and the selected columns of all weights, and write their weights.
+class OnDevice:
+    """Updates the state on the device; keeps its tables while the same weights come together.
 
     Args:
         runtime: whose kernels do it.
-        live: of one step.
-        hypers: of each parameter group.
     """
-    together: dict[int, tuple[StepControl | None, list[ColumnUpdate]]] = {}
-    for gradient in _update_groups(live, hypers):
-        updates = gradient.device_updates(hypers[gradient.weight.group])
-        if len(gradient.weight.neighbours) > 1:  # views of one memory may overlap, and then the order counts
-            _update(runtime, gradient.control, updates)
-        else:
-            together.setdefault(id(gradient.control), (gradient.control, []))[1].extend(updates)
-    for control, updates in together.values():
-        _update(runtime, control, updates)
-    for gradient in live:
-        gradient.updated()
-    wrote([gradient.weight for gradient in live if gradient.weight.split.on_device])
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._known: dict[tuple[int, ...], tuple[list[DevicePart], DeviceUpdates, int]] = {}
+
+    def update(self, live: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
+        """Update the resident and the selected columns of all weights, and write their weights.
+
+        Args:
+            live: of one step, all that leave have left.
+            hypers: of each parameter group.
+        """
+        together: dict[int, list[Gradient]] = {}
+        for gradient in live:
+            if len(gradient.weight.neighbours) > 1:  # views of one memory may overlap, and then the order counts
+                self._run([gradient], hypers)
+            elif gradient.device_parts:
+                together.setdefault(id(gradient.control), []).append(gradient)
+        for alike in together.values():
+            self._run(alike, hypers)
+        if self._runtime.ledger is not None:
+            for gradient in live:
+                gradient.account()
+        wrote([gradient.weight for gradient in live if gradient.weight.split.on_device])
+
+    def _run(self, gradients: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
+        parts = [part for gradient in gradients for part in gradient.device_parts]
+        key = tuple([id(gradient.weight) for gradient in gradients])
+        known = self._known.get(key)
+        if known is None or known[0] != parts:
+            if known is None and len(self._known) >= _MOST_TABLES:
+                self._known.clear()
+            known = self._known[key] = self._make(gradients, parts)
+        _, updates, nbytes = known
+        control = gradients[0].control
+        updates.run(
+            [None if one.weight.split.is_own_master else one.weight.parameter for one in gradients],
+            [None if one.left else one.whole() for one in gradients],
+            hypers,
+            factor=None if control is None else control.factor,
+            skip=None if control is None else control.skip,
+        )
+        self._runtime.device.charge(nbytes)
+
+    def _make(
+        self, gradients: Sequence[Gradient], parts: list[DevicePart]
+    ) -> tuple[list[DevicePart], DeviceUpdates, int]:
+        runtime, weights, nbytes = self._runtime, [], 0
+        for one in gradients:
+            plan, parameter = one.weight.plan, one.weight.parameter
+            group, dtype = one.weight.group, parameter.dtype
+            weights.append(DeviceWeight(one.device_parts, group, dtype, plan.columns, plan.view, plan.transposed))
+            elements = sum(part.state.master.numel() for part in one.device_parts)
+            nbytes += elements * (8 * (1 + runtime.rule.moments) + 2 * parameter.element_size())
+        return parts, runtime.kernels.device_updates(runtime.rule, weights, runtime.device.send), nbytes
 
 
-def _update_groups(live: Sequence[Gradient], hypers: Sequence[Hyper]) -> list[Gradient]:
-    """Update the weights of groups that are there as a whole, with one control; which gradients are left over."""
-    by_group: dict[Group, list[Gradient]] = {}
-    for gradient in live:
-        if gradient.group is not None and len(gradient.weight.neighbours) == 1:
-            by_group.setdefault(gradient.group, []).append(gradient)
-    done: set[Gradient] = set()
-    for group, gradients in by_group.items():
-        if len(gradients) == len(group.weights) and len({id(gradient.control) for gradient in gradients}) == 1:
-            group.update([hypers[weight.group] for weight in group.weights], gradients[0].control)
-            done.update(gradients)
-    for gradient in done:
-        gradient.is_updated = True
-    return [gradient for gradient in live if gradient not in done]
-
-
-def _update(runtime: Runtime, control: StepControl | None, updates: Sequence[ColumnUpdate]) -> None:
-    factor, skip = (None, None) if control is None else (control.factor, control.skip)
-    runtime.kernels.update_many(runtime.rule, updates, factor=factor, skip=skip)
+_MOST_TABLES = 16
 
 
 class Gradients:
@@ -384,13 +351,13 @@ class Gradients:
         return found
 
     def dispatch(self, live: Iterable[Gradient]) -> None:
-        """Send what has not left during backward, of weights that have a host tier.
+        """Pack what has not left during backward, and send what has a place on the host.
 
         Raises:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        whole = [one for one in live if not one.left and one.weight.deferred is not None]
+        whole = [one for one in live if one.leaves]
         for one, staged in zip(whole, self._dispatcher([(one.weight, one.whole()) for one in whole]), strict=True):
             one.leave(staged)
 

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from zenflow.buckets import Bucket, Part
-from zenflow.control import StepControl
 from zenflow.deferred import DeferredTier
-from zenflow.kernels.base import PackedColumns, PackedUpdates
+from zenflow.kernels.base import DevicePart
 from zenflow.kernels.tables import BucketTables, TablePart
 from zenflow.layout import WeightPlan
-from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.split_state import SplitState
 
@@ -65,7 +63,7 @@ class Group:
 
     Args:
         runtime: shared by all weights.
-        weights: that have a host tier, all in one bucket or a single one.
+        weights: alike in layout, all in one bucket, or a single one, or without a host tier.
         dtype: of the gradients.
     """
 
@@ -76,10 +74,9 @@ class Group:
         """Where each bucket's columns begin among those that are sent; its parts, with their elements."""
         plans = [weight.plan for weight in weights]
         for weight, plan in zip(weights, plans, strict=True):
-            assert weight.deferred is not None
             places = _places(plan, weight.deferred, weight.selected_columns)
             parts.append(TablePart(plan.rows, plan.columns, places, sent, kept))
-            for part in weight.deferred.parts:
+            for part in () if weight.deferred is None else weight.deferred.parts:
                 _, of_bucket = self.buckets.setdefault(part.bucket, (sent, []))
                 of_bucket.append((part, len(part.slots) * plan.rows))
                 sent += of_bucket[-1][1]
@@ -87,6 +84,8 @@ class Group:
         self.sent_elements = sent
         self.tables = BucketTables(parts, dtype, runtime.device.send, transposed=plans[0].transposed)
         self._kept_elements = kept
+        self.moves = moves_of(weights)
+        """Of the columns, before it was made."""
         self.weights = weights
         ends = itertools.accumulate(plan.columns for plan in plans)
         self.columns = [range(end - plan.columns, end) for end, plan in zip(ends, plans, strict=True)]
@@ -117,30 +116,17 @@ class Group:
         return self.kept[start : start + count * part.rows].view(count, part.rows)
 
     @functools.cached_property
-    def updates(self) -> PackedUpdates | None:
-        """Of all kept columns; None: there are none."""
-        parts = []
-        for number, weight in enumerate(self.weights):
-            split, resident, selected = weight.split, self.resident[number], self.selected[number]
+    def device_parts(self) -> list[list[DevicePart]]:
+        """Of each weight."""
+        found = []
+        for weight, resident, selected in zip(self.weights, self.resident, self.selected, strict=True):
+            split, parts = weight.split, []
             if resident is not None and split.resident is not None:
-                index = torch.arange(len(resident), device=resident.device)
-                parts.append(PackedColumns(number, split.resident, resident, index))
+                parts.append(DevicePart(split.resident, torch.arange(len(resident), device=resident.device), resident))
             if selected is not None and split.selected is not None:
-                parts.append(PackedColumns(number, split.selected, selected, split.selected_index))
-        return self._runtime.kernels.packed_updates(self._runtime.rule, parts) if parts else None
-
-    def update(self, hypers: Sequence[Hyper], control: StepControl | None) -> None:
-        """Update all kept columns with the gradients that were packed last, and write the weights.
-
-        Args:
-            hypers: of each weight.
-            control: factor and skip flag, the same for all.
-        """
-        if self.updates is not None:
-            factor, skip = (None, None) if control is None else (control.factor, control.skip)
-            self.updates.run([weight.matrix() for weight in self.weights], hypers, factor=factor, skip=skip)
-            element_bytes = 8 * (1 + self._runtime.rule.moments) + 2 * self.kept.element_size()
-            self._runtime.device.charge(self.kept.numel() * element_bytes)
+                parts.append(DevicePart(split.selected, split.selected_index, selected))
+            found.append(parts)
+        return found
 
 
 class Groups:
@@ -159,27 +145,33 @@ class Groups:
         self._known.clear()
 
     def of(self, weights: Sequence[SplitWeight], dtype: torch.dtype) -> Group:
-        """Tables for weights that have a host tier, all in one bucket or a single one."""
-        key = dtype, *((id(weight), first_bucket(weight).moves) for weight in weights)
-        if key not in self._known:
+        """Tables for weights that are all in one bucket, or a single one, or have no host tier."""
+        key = dtype, *map(id, weights)
+        group = self._known.get(key)
+        if group is None or group.moves != moves_of(weights):
             if len(self._known) > _MOST:
                 self.forget()
-            self._known[key] = Group(self._runtime, list(weights), dtype)
-        return self._known[key]
+            group = self._known[key] = Group(self._runtime, list(weights), dtype)
+        return group
 
 
 _MOST = 1 << 10
 
 
-def first_bucket(weight: SplitWeight) -> Bucket:
-    """That of a weight's first columns; it has a host tier."""
-    assert weight.deferred is not None
-    return weight.deferred.parts[0].bucket
+def first_bucket(weight: SplitWeight) -> Bucket | None:
+    """That of a weight's first columns; None: it has no host tier."""
+    return None if weight.deferred is None else weight.deferred.parts[0].bucket
 
 
-def _places(plan: WeightPlan, tier: DeferredTier, selected: torch.Tensor) -> torch.Tensor:
+def moves_of(weights: Sequence[SplitWeight]) -> list[int]:
+    """How often columns of each weight's bucket have changed tier."""
+    return [0 if weight.deferred is None else weight.deferred.parts[0].bucket.moves for weight in weights]
+
+
+def _places(plan: WeightPlan, tier: DeferredTier | None, selected: torch.Tensor) -> torch.Tensor:
     places = torch.empty(plan.columns, dtype=torch.int32, device="cpu")
     places[: plan.resident] = -1 - torch.arange(plan.resident, dtype=torch.int32, device="cpu")
     places[selected] = -1 - plan.resident - torch.arange(plan.selected, dtype=torch.int32, device="cpu")
-    places[tier.slot_columns] = torch.arange(plan.deferred, dtype=torch.int32, device="cpu")
+    if tier is not None:
+        places[tier.slot_columns] = torch.arange(plan.deferred, dtype=torch.int32, device="cpu")
     return places

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zenflow.deferred import DeferredTier
+from zenflow.kernels.base import DevicePart
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
 from zenflow.selection import Move, SelectionChange
@@ -117,8 +118,11 @@ class SplitState:
         self._runtime = runtime
         self._initial = initial
         self._own_master = False
+        self.flat_parts: list[DevicePart] = []
+        """Its only part, where it is flat."""
         if flat:
             self.resident = ColumnState(self._flat_master(), runtime.rule.moments, initial)
+            self.flat_parts = [DevicePart(self.resident, None, None)]
         elif plan.resident and plan.rows:
             self.resident = self._device_state(plan.resident)
         if plan.selected and plan.rows:
@@ -184,6 +188,7 @@ class SplitState:
         if self.flat and self.resident is not None:
             if self.is_replaced():  # the memory that it had may be somebody else's now
                 self.resident.master = self._flat_master()
+                self.flat_parts = [DevicePart(self.resident, None, None)]
             self._reread(self.resident, self._parameter.detach().reshape(1, -1))
             return
         self._reread(self.resident, self._matrix().t()[: self._plan.resident])

@@ -11,9 +11,10 @@ import torch
 from zenflow.buckets import Bucket, Part, Sent, SentPart
 from zenflow.deferred import plan_entry, saved_into
 from zenflow.device import HostSpan
-from zenflow.groups import Group, Groups, SplitWeight, first_bucket
+from zenflow.groups import Groups, SplitWeight, first_bucket
 from zenflow.host.places import padded
 from zenflow.host.tasks import HostGradient
+from zenflow.kernels.base import DevicePart
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.standin import GradientRecord
@@ -24,8 +25,8 @@ class Staged:
     """One weight's gradient that has left the device."""
 
     record: GradientRecord
-    group: Group
-    """With which it was packed."""
+    device_parts: Sequence[DevicePart]
+    """What is updated with it on the device."""
     resident: torch.Tensor | None
     """[plan.resident, rows] in the gradient's dtype, on the device."""
     selected: torch.Tensor | None
@@ -51,7 +52,7 @@ class Dispatcher:
         """Send gradients; blocks while there is no room for them, on the host or on their way.
 
         Args:
-            gradients: of weights that have a host tier, each at most once, dense and in the parameter's shape.
+            gradients: each weight's at most once, dense and in the parameter's shape.
 
         Returns:
             Of each in turn what became of it.
@@ -60,9 +61,10 @@ class Dispatcher:
             MemoryError: the host has less memory.
             HostEngineError: the host engine has failed.
         """
-        together: dict[tuple[Bucket, torch.dtype], list[int]] = {}
+        together: dict[tuple[Bucket | None, torch.dtype, bool], list[int]] = {}
         for number, (weight, gradient) in enumerate(gradients):
-            together.setdefault((first_bucket(weight), gradient.dtype), []).append(number)
+            key = first_bucket(weight), gradient.dtype, weight.plan.transposed
+            together.setdefault(key, []).append(number)
         found: dict[int, Staged] = {}
         try:
             for numbers in together.values():
@@ -84,7 +86,7 @@ class Dispatcher:
             runtime.kernels.pack_bucket(group.tables, whole, sent, group.kept, energies)
 
         packed: torch.Tensor | None = None
-        if len(group.buckets) > 1:  # of one large weight
+        if len(group.buckets) != 1:  # of one large weight, or nothing is sent
             packed = torch.empty(group.sent_elements, dtype=group.kept.dtype, device=device.torch_device)
             pack(packed)
         sent: list[SentPart] = []
@@ -99,7 +101,7 @@ class Dispatcher:
         for number, (weight, gradient) in enumerate(gradients):
             record = GradientRecord(weight.name, energies, group.columns[number])
             own = [next(rest) for _ in _parts(weight)]
-            staged = Staged(record, group, group.resident[number], group.selected[number], own)
+            staged = Staged(record, group.device_parts[number], group.resident[number], group.selected[number], own)
             if runtime.ledger is not None:
                 staged.mass = mass(gradient)
             found.append(staged)
@@ -149,8 +151,7 @@ class Dispatcher:
 
 
 def _parts(weight: SplitWeight) -> list[Part]:
-    assert weight.deferred is not None
-    return weight.deferred.parts
+    return [] if weight.deferred is None else weight.deferred.parts
 
 
 def void(runtime: Runtime, sent: Sequence[SentPart]) -> None:
@@ -184,7 +185,7 @@ class ColumnStager:
         self.weight = weight
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> Bucket | None:
         """That of its first columns."""
         return first_bucket(self.weight)
 

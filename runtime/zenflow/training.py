@@ -16,7 +16,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
 from zenflow.device import Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
-from zenflow.gradients import Gradient, Gradients, norms, set_controls, update_on_device
+from zenflow.gradients import Gradient, Gradients, OnDevice, norms, set_controls
 from zenflow.history import History
 from zenflow.importance import AutoInterval, Importance, select
 from zenflow.knobs import KnobChange, prepare, reserve
@@ -94,6 +94,7 @@ class Training:
         self.grad_norm: torch.Tensor | None = None
         """Of the last step, where its knobs asked for it."""
         self._last_d2h: Transfer | None = None
+        self._on_device = OnDevice(self.runtime)
         self.gradients = Gradients(
             self.runtime,
             # Without shards backward gives each of several ranks its own gradients, which are to be averaged first.
@@ -291,7 +292,7 @@ class Training:
         windows = self.model.windows
         moves = windows.resolve_pending(self.history.open) if plan.closes else {}
         self.gradients.dispatch(live)  # behind what the host is told of this step, which is little
-        update_on_device(self.runtime, live, self.hypers)
+        self._on_device.update(live, self.hypers)
         # What waits for the link is bounded to one step's gradients.
         if self._last_d2h is not None and not self._last_d2h.done():
             with self.history.open.timed(self._device, "d2h"):

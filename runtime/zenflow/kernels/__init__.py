@@ -14,8 +14,8 @@ from types import MappingProxyType
 import torch
 
 from zenflow.errors import ConfigError, HostEngineError, UnsupportedError
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels
-from zenflow.kernels.tables import BucketTables, KeptState, KeptTables, TablePart
+from zenflow.kernels.base import EagerKernels, Kernels
+from zenflow.kernels.tables import BucketTables, TablePart
 from zenflow.names import did_you_mean
 
 MODES = ("auto", "eager", "native", "triton")
@@ -85,9 +85,6 @@ def kernels_for(device: torch.device, threads: int | None = None) -> Kernels:
 __all__ = [
     "MODES",
     "BucketTables",
-    "ColumnUpdate",
-    "KeptState",
-    "KeptTables",
     "Kernels",
     "TablePart",
     "kernels_for",

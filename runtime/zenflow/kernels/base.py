@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from zenflow.kernels.tables import BucketTables, KeptState, KeptTables
+from zenflow.kernels.tables import BucketTables, Send
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -78,64 +78,80 @@ def whole_norms(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm(list(tensors), 2, torch.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnUpdate:
-    """What one `Kernels.update` is about; the fields are its arguments."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DevicePart:
+    """State on the device that every step updates: some columns of a weight, or all of it in one row."""
 
     state: ColumnState
-    gradient: torch.Tensor
-    weights: torch.Tensor | None
-    hyper: Hyper
-    columns: torch.Tensor | None = None
+    columns: torch.Tensor | None
+    """[n] int64 on the device; None: the one row has the elements in the order of the parameter's memory."""
+    packed: torch.Tensor | None
+    """[n, rows], the gradients, in memory that stays; None: each update is given the whole gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedColumns:
-    """Columns of one weight whose gradients are kept packed."""
+class DeviceWeight:
+    """The parts of one weight, no two of which have the same column."""
 
-    weight: int
-    """Number of the weight."""
-    state: ColumnState
-    gradient: torch.Tensor
-    """[n, rows], in memory that stays."""
-    columns: torch.Tensor
-    """[n] int64 on the device."""
+    parts: Sequence[DevicePart]
+    group: int
+    """Number of its parameter group."""
+    dtype: torch.dtype
+    columns: int
+    """Of the parameter as a matrix."""
+    view: Callable[[torch.Tensor], torch.Tensor]
+    """The parameter as [rows, columns]."""
+    transposed: bool
+    """Whether it is stored [columns, rows]."""
 
 
-class PackedUpdates:
-    """Updates that differ from step to step in little but the gradients' values.
+class DeviceUpdates:
+    """Updates that differ from step to step in little but addresses and the gradients' values.
 
     Args:
         kernels: do it.
         rule: the update rule.
-        parts: no two of them have the same column.
+        weights: whose state on the device is updated.
     """
 
-    def __init__(self, kernels: Kernels, rule: Rule, parts: Sequence[PackedColumns]) -> None:
+    def __init__(self, kernels: Kernels, rule: Rule, weights: Sequence[DeviceWeight]) -> None:
         self._kernels = kernels
         self._rule = rule
-        self._parts = parts
+        self._weights = weights
 
     def run(
         self,
-        weights: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
         hypers: Sequence[Hyper],
         *,
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
     ) -> None:
-        """Update all columns, and write them into the weights.
+        """Update all parts, and write them into the parameters, rounded to nearest even.
 
         Args:
-            weights: each [rows, columns].
-            hypers: of each weight.
-            factor: as for `Kernels.update`, the same for all.
-            skip: likewise.
+            parameters: of each weight; None: the master is the weight.
+            gradients: of each weight that has one which is not packed, contiguous or of the same strides.
+            hypers: by number of the parameter group, all of the rule's own type.
+            factor: 0-dim fp32 on the device, multiplies the gradients; None: 1.
+            skip: 0-dim bool on the device; where it is true the state stays as it is and the parameters are written
+                from it all the same.
         """
-        updates = [ColumnUpdate(one.state, one.gradient.t(), None, hypers[one.weight]) for one in self._parts]
-        self._kernels.update_many(self._rule, updates, factor=factor, skip=skip)
-        for one in self._parts:
-            self._kernels.scatter(weights[one.weight], one.columns, one.state.master)
+        for weight, parameter, gradient in zip(self._weights, parameters, gradients, strict=True):
+            for part in weight.parts:
+                rows = part.packed if gradient is None or part.packed is not None else gradient.reshape(1, -1)
+                assert rows is not None
+                rows = rows.float() if factor is None else rows.float() * factor
+                part.state.update(self._rule, rows, hypers[weight.group], skip=skip)
+                if parameter is not None:
+                    self._write(weight, part, parameter)
+
+    def _write(self, weight: DeviceWeight, part: DevicePart, parameter: torch.Tensor) -> None:
+        if part.columns is None:
+            parameter.detach().copy_(part.state.master.view(parameter.shape))
+        else:
+            self._kernels.scatter(weight.view(parameter.detach()), part.columns, part.state.master)
 
 
 class Kernels(ABC):
@@ -165,17 +181,6 @@ class Kernels(ABC):
             [columns], fp32; not finite where the column is not, or where its sum is beyond fp32.
         """
 
-    def importance(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The same, but 0 where it is not finite.
-
-        Args:
-            matrix: [rows, columns], a gradient.
-
-        Returns:
-            [columns], fp32.
-        """
-        return finite_or_zero(self.energies(matrix))
-
     @abstractmethod
     def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """Copy columns out of a matrix, bit for bit.
@@ -199,60 +204,9 @@ class Kernels(ABC):
             rows: [n, rows], fp32 or the matrix' dtype.
         """
 
-    def update(
-        self,
-        rule: Rule,
-        state: ColumnState,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        hyper: Hyper,
-        *,
-        columns: torch.Tensor | None = None,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """Update the state of columns by a rule and write their weights, rounded to nearest even.
-
-        Args:
-            rule: the update rule.
-            state: of n columns with `rows` elements each, contiguous, changed in place.
-            gradient: [rows, columns].
-            weights: [rows, columns], changed in place; None where the master is the weight.
-            hyper: hyperparameters of the step, of the rule's own type.
-            columns: [n], the column of each row of `state`; None: column i of the matrices is row i of the state, and
-                they have n columns.
-            factor: 0-dim fp32 on the device, multiplies the gradient; None: 1.
-            skip: 0-dim bool on the device; where it is true the state stays as it is and the weights are written from
-                it all the same.
-        """
-        self.update_many(rule, [ColumnUpdate(state, gradient, weights, hyper, columns)], factor=factor, skip=skip)
-
-    @abstractmethod
-    def update_many(
-        self,
-        rule: Rule,
-        updates: Sequence[ColumnUpdate],
-        *,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        """The updates of one step, in any order and at the same time: no two of them touch the same memory.
-
-        Args:
-            rule: the update rule.
-            updates: of each weight its tiers.
-            factor: as for `update`, the same for all.
-            skip: likewise.
-        """
-
-    def packed_updates(self, rule: Rule, parts: Sequence[PackedColumns]) -> PackedUpdates:
-        """Get updates ready that every step repeats.
-
-        Args:
-            rule: the update rule.
-            parts: what is updated, of weights in one dtype, with gradients in one; at least one.
-        """
-        return PackedUpdates(self, rule, parts)
+    def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
+        """Get updates ready that every step repeats; `send` copies to the device."""
+        return DeviceUpdates(self, rule, weights)
 
     def pack_bucket(
         self,
@@ -278,11 +232,8 @@ class Kernels(ABC):
             if gradient is None:
                 continue
             matrix = tables.matrix(part, gradient)
-            for run, (columns, places), buffer in zip(part.runs, indices, (sent, kept), strict=True):
-                if places is None:
-                    self.pack(matrix, columns, into=run.within(buffer))
-                else:
-                    run.within(buffer).index_copy_(0, places, self.pack(matrix, columns))
+            for run, columns, buffer in zip(part.runs, indices, (sent, kept), strict=True):
+                self.pack(matrix, columns, into=run.within(buffer))
             sums.copy_(self.energies(matrix))
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
@@ -295,80 +246,8 @@ class Kernels(ABC):
             rows: flat, in the bucket's dtype and in the layout of what was sent.
         """
         for part, weight, indices in zip(tables.parts, weights, tables.indices, strict=True):
-            if weight is not None:
-                self._show(tables.matrix(part, weight), indices[0], part.runs[0].within(rows))
-
-    def update_kept(
-        self,
-        rule: Rule,
-        tables: KeptTables,
-        weights: Sequence[torch.Tensor | None],
-        gradients: torch.Tensor,
-        state: KeptState,
-        hypers: Sequence[Hyper],
-        *,
-        longest: int,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-        present: Sequence[bool] | None = None,
-    ) -> None:
-        """Update all kept columns, and write them into the weights as `update` does.
-
-        Args:
-            rule: the update rule.
-            tables: of the weights' buckets.
-            weights: of each part of all buckets, contiguous; None: the weight is not written.
-            gradients: flat, in the buckets' dtype: the kept columns.
-            state: changed in place; it may become anything in places without a column.
-            hypers: by number of the parameter group, all of the rule's own type.
-            longest: no update count is larger after this update.
-            factor: as for `update`, the same for all.
-            skip: likewise.
-            present: of each part, whether it has a gradient; without one it stays as it is. None: all have.
-        """
-        runs = [run for bucket in tables.buckets for run in zip(bucket.parts, bucket.indices, strict=True)]
-        views = [bucket.matrix for bucket in tables.buckets for _ in bucket.parts]
-        everything = zip(runs, views, weights, tables.groups, tables.states(state), strict=True)
-        some = [one for at, one in enumerate(everything) if present is None or present[at]]
-        updates = [
-            ColumnUpdate(of_part, part.runs[1].within(gradients).t(), None, hypers[group])
-            for (part, _), _, _, group, of_part in some
-        ]
-        self.update_many(rule, updates, factor=factor, skip=skip)
-        for (part, indices), view, weight, _, of_part in some:
-            if weight is not None:
-                self._show(view(part, weight), indices[1], of_part.master)
-
-    def _show(self, matrix: torch.Tensor, index: tuple[torch.Tensor, torch.Tensor | None], rows: torch.Tensor) -> None:
-        columns, places = index
-        if len(columns):
-            self.scatter(matrix, columns, rows if places is None else rows.index_select(0, places))
-
-    def warm(
-        self,
-        rule: Rule,
-        buckets: Sequence[BucketTables],
-        kept: Sequence[tuple[KeptTables, KeptState]],
-        hypers: Sequence[Hyper],
-    ) -> None:
-        """Compile, load and send all that steps need which does not change: launches that write nothing.
-
-        Args:
-            rule: the update rule.
-            buckets: all of them.
-            kept: their kept columns, of each dtype.
-            hypers: as for `update_kept`.
-        """
-        for tables in buckets:
-            nothing: list[None] = [None] * len(tables.parts)
-            empty = torch.empty(0, dtype=tables.dtype, device=tables.places.device)
-            energies = torch.empty(sum(tables.columns), dtype=torch.float32, device=empty.device)
-            self.pack_bucket(tables, nothing, empty, empty, energies)
-            self.show_bucket(tables, nothing, empty)
-        for of_dtype, state in kept:
-            empty = torch.empty(0, dtype=of_dtype.buckets[0].dtype, device=of_dtype.columns.device)
-            never = [False] * len(of_dtype.groups)
-            self.update_kept(rule, of_dtype, [None] * len(never), empty, state, hypers, longest=1, present=never)
+            if weight is not None and len(indices[0]):
+                self.scatter(tables.matrix(part, weight), indices[0], part.runs[0].within(rows))
 
 
 def _down(rows: torch.Tensor) -> torch.Tensor:
@@ -385,9 +264,10 @@ class EagerKernels(Kernels):
     name = "eager"
 
     def energies(self, matrix: torch.Tensor) -> torch.Tensor:
-        squares = matrix.float().square()
         if matrix.device.type != "cpu":  # where no order is promised: row after row would be as many launches
-            return squares.sum(dim=0)
+            norms: torch.Tensor = torch.linalg.vector_norm(matrix, dim=0, dtype=torch.float32)
+            return norms.square_()
+        squares = matrix.float().square()
         whole = matrix.shape[0] // ENERGY_ROWS * ENERGY_ROWS
         blocks = _down(squares[:whole].unflatten(0, (-1, ENERGY_ROWS)).transpose(0, 1))
         return _down(torch.cat([blocks, _down(squares[whole:])[None]]))
@@ -398,20 +278,3 @@ class EagerKernels(Kernels):
 
     def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
         matrix.index_copy_(1, columns.long(), rows.t().to(matrix.dtype))
-
-    def update_many(
-        self,
-        rule: Rule,
-        updates: Sequence[ColumnUpdate],
-        *,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        for one in updates:
-            gradient = one.gradient.t()
-            rows = (gradient if one.columns is None else gradient.index_select(0, one.columns)).float()
-            one.state.update(rule, rows if factor is None else rows.mul(factor), one.hyper, skip=skip)
-            if one.weights is not None and one.columns is None:
-                one.weights.copy_(one.state.master.t())
-            elif one.weights is not None and one.columns is not None:
-                self.scatter(one.weights, one.columns, one.state.master)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, PackedColumns, PackedUpdates, address_of
-from zenflow.kernels.tables import BucketTables
+from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of
+from zenflow.kernels.tables import BucketTables, Send
 from zenflow.rules import RULES, Hyper, Rule
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _EAGER = EagerKernels()  # for what is not in `_DTYPES`
 
 
 class NativeKernels(Kernels):
-    """One native call for each method, and one for all the updates of a step.
+    """One native call for each method.
 
     The threads beside the caller are the process', whatever the number of optimizers: as torch's own, they are as many
     as the cores are worth, and the caller never waits for one that has not come. They sleep between calls, end with the
@@ -84,31 +84,11 @@ class NativeKernels(Kernels):
             self.threads,
         )
 
-    def update_many(
-        self,
-        rule: Rule,
-        updates: Sequence[ColumnUpdate],
-        *,
-        factor: torch.Tensor | None = None,
-        skip: torch.Tensor | None = None,
-    ) -> None:
-        known = [one for one in updates if _known(rule, one)]
-        if len(known) < len(updates):
-            others = [one for one in updates if not _known(rule, one)]
-            _EAGER.update_many(rule, others, factor=factor, skip=skip)
-        indices = [None if one.columns is None else _index(one.columns) for one in known]  # must live until the end
-        number, skipped = (1.0 if factor is None else float(factor)), skip is not None and bool(skip)
-        numbers: dict[int, tuple[tuple[float, ...], float]] = {}
-        native: list[_native.ColumnUpdate] = []
-        for one, index in zip(known, indices, strict=True):
-            if id(one.hyper) not in numbers:
-                numbers[id(one.hyper)] = one.hyper.numbers, one.hyper.decay
-            native.append(self._update(rule, one, index, number, numbers[id(one.hyper)], skipped))
-        self._native.update_columns(native, self.threads)
-
-    def packed_updates(self, rule: Rule, parts: Sequence[PackedColumns]) -> PackedUpdates:
-        known = RULES.get(rule.name) is rule and parts[0].gradient.dtype in _DTYPES
-        return _NativeUpdates(self, self._native, rule, parts) if known else super().packed_updates(rule, parts)
+    def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
+        known = RULES.get(rule.name) is rule and all(weight.dtype in _DTYPES for weight in weights)
+        return (
+            _NativeUpdates(self, self._native, rule, weights) if known else super().device_updates(rule, weights, send)
+        )
 
     def pack_bucket(
         self,
@@ -118,118 +98,86 @@ class NativeKernels(Kernels):
         kept: torch.Tensor,
         energies: torch.Tensor,
     ) -> None:
-        if (bucket := self._bucket(tables)) is None:
-            super().pack_bucket(tables, gradients, sent, kept, energies)
-            return
-        addresses = [address_of(one) for one in gradients]
-        bucket.pack(addresses, sent.data_ptr(), kept.data_ptr(), energies.data_ptr(), self.threads)
+        buffers = [(one.data_ptr(), one.numel()) for one in (sent, kept, energies)]
+        self._bucket(tables).pack([address_of(one) for one in gradients], *buffers, self.threads)
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
-        if (bucket := self._bucket(tables)) is None:
-            super().show_bucket(tables, weights, rows)
-            return
-        bucket.show([address_of(one) for one in weights], rows.data_ptr(), self.threads)
+        self._bucket(tables).show([address_of(one) for one in weights], (rows.data_ptr(), rows.numel()), self.threads)
 
-    def _bucket(self, tables: BucketTables) -> _native.Bucket | None:
-        """Made once for each table; None: a place is empty."""
-        if tables.native is None and all(run.dense for part in tables.parts for run in part.runs):
+    def _bucket(self, tables: BucketTables) -> _native.Bucket:
+        """Made once for each table."""
+        if tables.native is None:
             parts = []
             for part in tables.parts:
                 sent, kept = (run.columns.tolist() for run in part.runs)
                 parts.append((part.rows, part.columns, sent, kept, part.sent_start, part.kept_start))
             tables.native = self._native.Bucket(_DTYPES[tables.dtype], tables.transposed, parts)
-        made: _native.Bucket | None = tables.native
-        return made
-
-    def _update(
-        self,
-        rule: Rule,
-        one: ColumnUpdate,
-        index: torch.Tensor | None,
-        factor: float,
-        hyper: tuple[tuple[float, ...], float],
-        skip: bool,
-    ) -> _native.ColumnUpdate:
-        state = one.state
-        made: _native.ColumnUpdate = self._native.ColumnUpdate(
-            rule.name,
-            *state.master.shape,
-            state.master.data_ptr(),
-            [moment.data_ptr() for moment in state.moments],
-            state.count.data_ptr(),
-            _matrix(one.gradient),
-            None if one.weights is None else _matrix(one.weights),
-            None if index is None else index.data_ptr(),
-            one.gradient.shape[1],
-            factor,
-            hyper,
-            skip,
-        )
+        made: _native.Bucket = tables.native
         return made
 
 
-class _NativeUpdates(PackedUpdates):
+class _NativeUpdates(DeviceUpdates):
     """One native call; made anew where a weight has other strides."""
 
-    def __init__(self, kernels: NativeKernels, native: ModuleType, rule: Rule, parts: Sequence[PackedColumns]) -> None:
-        super().__init__(kernels, rule, parts)
+    def __init__(self, kernels: NativeKernels, native: ModuleType, rule: Rule, weights: Sequence[DeviceWeight]) -> None:
+        super().__init__(kernels, rule, weights)
         self._native = native
         self._threads_of = kernels
-        self._made: _native.PackedUpdates | None = None
-        self._strides: list[tuple[int, ...]] = []
+        self._made: _native.DeviceUpdates | None = None
+        self._strides: list[tuple[int, ...] | None] = []
+        self._gaps: set[int] = set()  # weights whose one row is not in one piece
 
     def run(
         self,
-        weights: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
         hypers: Sequence[Hyper],
         *,
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
+        factor: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
     ) -> None:
-        strides = [one.stride() for one in weights]
+        strides = [None if one is None else one.stride() for one in parameters]
         if self._made is None or strides != self._strides:
-            self._made, self._strides = self._make(weights), strides
-        numbers: dict[int, tuple[tuple[float, ...], float]] = {}
-        for hyper in hypers:
-            if id(hyper) not in numbers:
-                numbers[id(hyper)] = hyper.numbers, hyper.decay
+            self._made, self._strides = self._make(parameters), strides
         self._made.run(
-            [address_of(one) for one in weights],
-            [numbers[id(hyper)] for hyper in hypers],
+            [0 if number in self._gaps else address_of(one) for number, one in enumerate(parameters)],
+            [address_of(one) for one in gradients],
+            [(hyper.numbers, hyper.decay) for hyper in hypers],
             1.0 if factor is None else float(factor),
             skip is not None and bool(skip),
             self._threads_of.threads,
         )
+        for number in self._gaps:
+            parameter, weight = parameters[number], self._weights[number]
+            assert parameter is not None
+            self._write(weight, weight.parts[0], parameter)
 
-    def _make(self, weights: Sequence[torch.Tensor]) -> _native.PackedUpdates:
+    def _make(self, parameters: Sequence[torch.Tensor | None]) -> _native.DeviceUpdates:
         parts = []
-        for one in self._parts:
-            state, matrix = one.state, weights[one.weight]
-            addresses = state.master.data_ptr(), [moment.data_ptr() for moment in state.moments], state.count.data_ptr()
-            strides = 1 if matrix.shape[0] == 1 else matrix.stride(0), matrix.stride(1)
-            of_columns = one.gradient.data_ptr(), *strides, one.columns.data_ptr(), matrix.shape[1]
-            parts.append((one.weight, *state.master.shape, *addresses, *of_columns))
-        dtypes = _DTYPES[self._parts[0].gradient.dtype], _DTYPES[weights[0].dtype]
-        made: _native.PackedUpdates = self._native.PackedUpdates(self._rule.name, *dtypes, parts)
+        self._gaps.clear()
+        for number, (weight, parameter) in enumerate(zip(self._weights, parameters, strict=True)):
+            if parameter is not None and not parameter.is_contiguous() and weight.parts[0].columns is None:
+                self._gaps.add(number)
+            for part in weight.parts:
+                state = part.state
+                strides, columns, limit = (1, 1), None, 1
+                if part.columns is not None and parameter is not None:
+                    matrix = weight.view(parameter.detach())
+                    strides = 1 if matrix.shape[0] == 1 else matrix.stride(0), matrix.stride(1)
+                    columns, limit = part.columns.data_ptr(), matrix.shape[1]
+                packed = 0 if part.packed is None else address_of(part.packed)
+                addresses = [moment.data_ptr() for moment in state.moments], state.count.data_ptr(), packed
+                of_weight = *strides, columns, limit, _DTYPES[weight.dtype]
+                parts.append(
+                    (number, weight.group, *state.master.shape, state.master.data_ptr(), *addresses, *of_weight)
+                )
+        made: _native.DeviceUpdates = self._native.DeviceUpdates(self._rule.name, parts)
         return made
 
 
 @functools.cache
 def _end_helpers_at_exit(native: ModuleType) -> None:
     atexit.register(native.end_helpers)
-
-
-def _known(rule: Rule, one: ColumnUpdate) -> bool:
-    """Whether it is as `Kernels.update` wants it, and in what the native code knows."""
-    state, gradient, weights, columns = one.state, one.gradient, one.weights, one.columns
-    rows, limit = gradient.shape
-    return (
-        RULES.get(rule.name) is rule
-        and gradient.dtype in _DTYPES
-        and (weights is None or (weights.dtype in _DTYPES and weights.shape == gradient.shape))
-        and state.master.shape == ((limit if columns is None else len(columns)), rows)
-        and state.master.is_contiguous()
-    )
 
 
 def _matrix(matrix: torch.Tensor) -> tuple[int, str, int, int]:

@@ -1,158 +1,315 @@
-"""The device kernels in Triton: what each launch needs to know."""
+"""The device kernels in Triton: their tiles, and what each launch is given."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import subprocess
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
-from zenflow.kernels.base import ColumnUpdate, EagerKernels, Kernels, finite_or_zero
-from zenflow.kernels.bucket_launch import BucketKernels, RuleNumbers, rule_numbers
-from zenflow.rules import Hyper, Rule
-from zenflow.rules.base import per_count
+from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of
+from zenflow.kernels.launcher import launcher
+from zenflow.kernels.tables import ALIGNED, BucketTables, Send, TablePart, sent_together, tiles_of
+from zenflow.rules import Hyper, Rule, SGDHyper
+from zenflow.rules.adaptive import AdagradHyper, AdamHyper, AdamWHyper
+from zenflow.rules.base import root
+from zenflow.rules.momentum import LionHyper
+from zenflow.state import ColumnState
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BITS = {2: torch.int16, 4: torch.int32}
-_STATE_TILE, _COPY_TILE, _SUM_TILE = 1024, 4096, 2048
-"""Elements of a tile: with fp32 state beside it, copied, summed."""
-# Programs that a sum is cut into where its columns alone do not make as many: fixed, so that the order of summation
-# depends on the shape and not on the device.
-_SUM_PROGRAMS = 1024
+ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Rows and columns of a tile, by whether an element has 4 bytes and whether weights are transposed. A part of the order
+# in which energies are summed. Some do not compile in some releases of Triton.
+PACK_TILES = {(False, False): (64, 128), (True, False): (64, 64), (False, True): (256, 32), (True, True): (128, 32)}
+SHOW_TILES = {**PACK_TILES, (False, False): (128, 64)}
+KEPT_TILES = {False: (16, 64), True: (4, 256)}
+"""Kept columns and rows of a tile, by whether the weight is stored transposed."""
+COUNT_BLOCK = 256
+"""Kept columns whose counts one program looks up."""
+_MOST_COUNTS = 1 << 20
+"""Of a table of powers, which ends where they are 1; beta2 = 0.9999 needs 370,000."""
+_MOST_ROWS = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """What depends on the update counts of one update's columns: [n] or [n, 1], views of what all updates have."""
+class TritonKernels(EagerKernels):
+    """One launch for 8 weights that are packed or shown and one for the sums of 64, two or more for the update of all.
 
-    updated: torch.Tensor | None = None
-    """int32, the counts with this update; None where the rule does not count."""
-    rate: torch.Tensor | None = None
-    inverse_root: torch.Tensor | None = None
-
-
-class TritonKernels(BucketKernels):
-    """One launch for each method, and one of torch for an importance whose rows are cut into parts.
-
-    The updates of a step take a dozen more, for what depends on their counts.
+    What is about one weight alone is PyTorch's.
     """
 
     name = "triton"
 
-    def __init__(self) -> None:
-        self._eager = EagerKernels()  # for what is empty, and for other dtypes
-
     def runs_on(self, device: torch.device) -> bool:
-        return device.type != "cpu" or isinstance(triton_kernels.update_columns, InterpretedFunction)
+        return device.type != "cpu" or isinstance(triton_kernels.pack_bucket, InterpretedFunction)
 
-    def importance(self, matrix: torch.Tensor) -> torch.Tensor:
-        return self._column_sums(matrix, finite=True)  # in the same launch
-
-    def energies(self, matrix: torch.Tensor) -> torch.Tensor:
-        return self._column_sums(matrix, finite=False)
-
-    def _column_sums(self, matrix: torch.Tensor, *, finite: bool) -> torch.Tensor:
-        rows, columns = matrix.shape
-        if matrix.numel() == 0 or matrix.dtype not in _DTYPES:
-            return self._eager.importance(matrix) if finite else self._eager.energies(matrix)
-        block_n, block_r = _tile(_SUM_TILE, matrix)
-        wanted = max(1, _SUM_PROGRAMS // _ceil(columns, block_n))
-        parts = min(wanted, _ceil(rows, 4 * block_r))
-        sums = torch.empty((parts, columns), dtype=torch.float32, device=matrix.device)
-        _sum_columns(matrix, sums, finite=finite and parts == 1)
-        if parts == 1:
-            return sums[0]
-        scores = sums.sum(dim=0)  # few numbers, which Triton would need five times as long to launch
-        return finite_or_zero(scores) if finite else scores
-
-    def pack(self, matrix: torch.Tensor, columns: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        n, rows = columns.shape[0], matrix.shape[0]
-        if n * rows == 0 or matrix.dtype not in _DTYPES:
-            return self._eager.pack(matrix, columns, into=into)
-        packed = matrix.new_empty((n, rows)) if into is None else into
-        bits = _BITS[matrix.element_size()]
-        block_n, block_r = _tile(_COPY_TILE, matrix)
-        with torch.cuda.device_of(matrix):
-            triton_kernels.pack_columns[(_ceil(n, block_n) * _ceil(rows, block_r),)](
-                matrix.view(bits),
-                columns.contiguous(),
-                packed.view(bits),
-                n,
-                rows,
-                *_strides(matrix),
-                ROWS_FIRST=_rows_first(matrix),
-                BLOCK_N=block_n,
-                BLOCK_R=block_r,
-            )
-        return packed
-
-    def scatter(self, matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor) -> None:
-        convert = rows.dtype != matrix.dtype
-        known = matrix.dtype in _DTYPES and (not convert or rows.dtype == torch.float32)
-        if rows.numel() == 0 or not known:
-            self._eager.scatter(matrix, columns, rows)
-            return
-        n, length = rows.shape
-        block_n, block_r = _tile(_COPY_TILE, matrix)
-        with torch.cuda.device_of(matrix):
-            triton_kernels.scatter_columns[(_ceil(n, block_n) * _ceil(length, block_r),)](
-                _raw(matrix),
-                columns.contiguous(),
-                _raw(rows.contiguous()),
-                n,
-                length,
-                *_strides(matrix),
-                CONVERT=convert,
-                BF16=matrix.dtype == torch.bfloat16,
-                ROWS_FIRST=_rows_first(matrix),
-                BLOCK_N=block_n,
-                BLOCK_R=block_r,
-            )
-
-    def update_many(
+    def pack_bucket(
         self,
-        rule: Rule,
-        updates: Sequence[ColumnUpdate],
+        tables: BucketTables,
+        gradients: Sequence[torch.Tensor | None],
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        energies: torch.Tensor,
+    ) -> None:
+        device, (block_r, block_c) = tables.places.device, _tile(PACK_TILES, tables)
+        tiles = tables.tiles(block_r, block_c)
+        partials = torch.empty(tiles.partials, dtype=torch.float32, device=device)
+        addresses = _over_bucket(triton_kernels.pack_bucket, PACK_TILES, tables, gradients, (sent, kept), (partials,))
+        total = launcher(triton_kernels.sum_partials, BLOCK_R=block_r, BLOCK_C=block_c)
+        for at, part in enumerate(tiles.columns):
+            present = sum(1 << bit for bit, address in enumerate(addresses[64 * at : 64 * at + 64]) if address)
+            present -= present >> 63 << 64  # as an int64
+            total(len(part), device, present, part, tiles.records, partials, energies)
+
+    def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
+        _over_bucket(triton_kernels.show_bucket, SHOW_TILES, tables, weights, (rows,))
+
+    def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
+        large = any(part.state.master.shape[1] >= _MOST_ROWS for weight in weights for part in weight.parts)
+        return super().device_updates(rule, weights, send) if large else TritonUpdates(self, rule, weights, send)
+
+
+def _over_bucket(
+    kernel: Any,
+    tiles: dict[tuple[bool, bool], tuple[int, int]],
+    tables: BucketTables,
+    matrices: Sequence[torch.Tensor | None],
+    buffers: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor] = (),
+) -> list[int]:
+    """Launch a kernel for every 8 parts; the addresses of their matrices."""
+    block_r, block_c = _tile(tiles, tables)
+    fixed = tables.tiles(block_r, block_c)
+    addresses = list(map(address_of, matrices))
+    even = tables.even and not any(address % 16 for address in (*addresses, *map(address_of, buffers)))
+    launch = launcher(
+        kernel,
+        ELEMENT=ELEMENTS[tables.dtype],
+        EVEN=even,
+        TRANSPOSED=tables.transposed,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+    )
+    padded = [*addresses, *[0] * 7]
+    for number, eight in enumerate(fixed.eights):
+        some = slice(8 * number, 8 * number + 8)
+        in_all = eight, fixed.records, tables.places, *buffers, *others
+        launch(len(eight), tables.places.device, *padded[some], *in_all, reaches=matrices[some])
+    return addresses
+
+
+def narrow_tile(block_r: int, block_c: int) -> tuple[int, int]:
+    """The tile of a bucket that allows no wide accesses: each of many addresses takes registers."""
+    return block_r, block_c // 4
+
+
+def _tile(tiles: dict[tuple[bool, bool], tuple[int, int]], tables: BucketTables) -> tuple[int, int]:
+    tile = tiles[tables.dtype == torch.float32, tables.transposed]
+    return tile if tables.even else narrow_tile(*tile)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alike:
+    """Parts that one launch updates."""
+
+    element: str
+    transposed: bool
+    even: bool
+    """Whether all accesses can be of 16 bytes, as far as is known before a step."""
+    parts: list[int]
+    tiles: torch.Tensor
+    """[programs, 2] int32: the part, and the tile in it."""
+
+
+class TritonUpdates(DeviceUpdates):
+    """One launch for the counts of all columns and one for all weights alike; what changes is sent by one copy.
+
+    Args:
+        kernels: do it.
+        rule: the update rule.
+        weights: whose state on the device is updated.
+        send: to the device.
+    """
+
+    def __init__(self, kernels: Kernels, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> None:
+        super().__init__(kernels, rule, weights)
+        self._send = send
+        self._parts = [part for weight in weights for part in weight.parts]
+        self._packed = [[0 if part.packed is None else address_of(part.packed) for part in w.parts] for w in weights]
+        self._reaches = [t for part in self._parts for t in (*_streams(part.state), part.state.count, part.packed)]
+        self._reaches += [part.columns for part in self._parts]
+        self._hypers: Sequence[Hyper] = ()
+        self._betas: list[tuple[float, float]] = []
+        self._sent = np.empty(0, np.int64)  # addresses and hyperparameters, as the device has them
+        self._cut()
+
+    def _cut(self) -> None:
+        """Make the tables that do not change."""
+        records = np.zeros((len(self._parts), 16), np.int64)
+        alike: dict[tuple[str, bool, bool], list[int]] = {}
+        weights = [weight for weight in self._weights for _ in weight.parts]
+        first = 0
+        for number, (record, part, weight) in enumerate(zip(records, self._parts, weights, strict=True)):
+            (n, rows), state = part.state.master.shape, [address_of(one) for one in _streams(part.state)]
+            record[:3] = rows, weight.columns, n
+            record[3 : 3 + len(state)] = state
+            record[6:10] = address_of(part.state.count), address_of(part.columns), first, weight.group
+            first += n
+            transposed = weight.transposed or part.columns is None
+            even = not any(value % ALIGNED for value in (rows, *state))
+            alike.setdefault((ELEMENTS[weight.dtype], transposed, even), []).append(number)
+        sizes = [part.state.master.shape for part in self._parts]
+        tiles = []
+        for (_, transposed, _), parts in alike.items():
+            block_n, block_r = KEPT_TILES[transposed]
+            # One even where there are no rows: counts are stored with the first.
+            blocks = [-(-n // block_n) * max(1, -(-rows // block_r)) for n, rows in sizes]
+            tiles.append(tiles_of([blocks[number] * (number in {*parts}) for number in range(len(sizes))]))
+        counts = tiles_of([-(-n // COUNT_BLOCK) for n, _ in sizes])
+        rest = np.ones(1, np.float32), np.zeros(1, np.bool_)
+        self._records, self._count_tiles, self._one, self._never, *sent = sent_together(
+            self._send, [records, counts, *rest, *tiles]
+        )
+        self._alike = [_Alike(*of, parts, there) for (of, parts), there in zip(alike.items(), sent, strict=True)]
+        # Of each column what follows from its count in an update: the new count, rate and inverse root.
+        scratch = torch.empty((3, first), dtype=torch.float32, device=self._records.device)
+        self._of_counts = scratch[0].view(torch.int32), scratch[1], scratch[2]
+
+    def run(
+        self,
+        parameters: Sequence[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        hypers: Sequence[Hyper],
         *,
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        together: dict[Hyper, tuple[RuleNumbers, list[ColumnUpdate]]] = {}
-        others = []
-        for one in updates:
-            numbers = rule_numbers(one.hyper) if _known(one) else None
-            if numbers is None:
-                others.append(one)
-            else:
-                together.setdefault(one.hyper, (numbers, []))[1].append(one)
-        self._eager.update_many(rule, others, factor=factor, skip=skip)
-        for numbers, alike in together.values():
-            with torch.cuda.device_of(alike[0].gradient):
-                counts = _counts(numbers, alike) if rule.counts(alike[0].hyper) else [_Counts()] * len(alike)
-                for one, of_one in zip(alike, counts, strict=True):
-                    _update(numbers, one, of_one, factor, skip)
+        if not self._take(hypers):
+            super().run(parameters, gradients, hypers, factor=factor, skip=skip)
+            return
+        plain = [one if one is None or one.is_contiguous() else None for one in parameters]
+        reached: list[int] = []
+        for parameter, gradient, packed in zip(plain, gradients, self._packed, strict=True):
+            address, whole = address_of(parameter), address_of(gradient)
+            for of_part in packed:
+                reached += address, of_part or whole
+        table, kind, device = self._table, self._kind, self._records.device
+        changing = np.concatenate([np.array(reached, np.int64), table.reshape(-1).view(np.int64)])
+        if not np.array_equal(changing, self._sent):
+            self._sent, self._there = changing, self._send(torch.from_numpy(changing))
+        addresses, wide = self._there[: len(reached)], self._there[len(reached) :].view(torch.float64)
+        uneven = changing[: len(reached)].reshape(-1, 2) % 16 != 0
+        count = launcher(triton_kernels.count_kept, RULE=kind, BLOCK=COUNT_BLOCK)
+        in_all = self._count_tiles, self._records, wide, self._powers, *self._of_counts
+        count(len(self._count_tiles), device, self._last, *in_all, reaches=self._reaches)
+        reaches = [*parameters, *gradients, *self._reaches]
+        scalars = self._one if factor is None else factor, self._never if skip is None else skip
+        for one in self._alike:
+            block_n, block_r = KEPT_TILES[one.transposed]
+            update = launcher(
+                triton_kernels.update_kept,
+                RULE=kind,
+                L2=kind in ("adagrad", "sgd") or isinstance(hypers[0], AdamHyper),
+                ELEMENT=one.element,
+                EVEN=one.even and not uneven[one.parts, 0 if one.transposed else 1 :].any(),
+                TRANSPOSED=one.transposed,
+                BLOCK_N=block_n,
+                BLOCK_R=block_r,
+            )
+            narrow = wide.view(torch.float32)
+            tables = one.tiles, self._records, addresses, narrow, *self._of_counts
+            update(len(one.tiles), device, *tables, *scalars, reaches=reaches)
+        for weight, parameter, written in zip(self._weights, parameters, plain, strict=True):
+            if parameter is not None and written is None:
+                for part in weight.parts:
+                    self._write(weight, part, parameter)
+
+    def _take(self, hypers: Sequence[Hyper]) -> bool:
+        """Take in hyperparameters; whether the kernels know them."""
+        if self._hypers == hypers:
+            return True
+        numbers = [of_group for of_group in map(rule_numbers, hypers) if of_group is not None]
+        if len(numbers) < len(hypers):  # a rule of somebody else's
+            return False
+        betas = [(one.beta1, one.beta2) if isinstance(one, (AdamWHyper, AdamHyper)) else (0.0, 0.0) for one in hypers]
+        if betas != self._betas:
+            if max(map(_counts_until_one, itertools.chain(*betas))) > _MOST_COUNTS:
+                return False
+            powers = _powers(list(dict.fromkeys(betas)))
+            self._betas, self._last = betas, powers.shape[1] - 1
+            (self._powers,) = sent_together(self._send, [powers])
+        self._table = table = np.zeros((len(hypers), 8))
+        for line, hyper, of_group in zip(table, hypers, numbers, strict=True):
+            counts = of_group.kind != "sgd" or of_group.scalars[6] != 0
+            line[:4] = hyper.lr, getattr(hyper, "lr_decay", 0.0), 0, counts
+            line[4:].view(np.float32)[:] = *of_group.scalars, of_group.l2 + 2 * of_group.nesterov + 4 * counts
+        table[:, 2] = [list(dict.fromkeys(betas)).index(pair) for pair in betas]
+        self._hypers, self._kind = list(hypers), numbers[0].kind
+        return True
 
 
-def _known(one: ColumnUpdate) -> bool:
-    """Whether it has anything to update, in dtypes that the kernel takes."""
-    return one.state.master.numel() > 0 and all(
-        tensor is None or tensor.dtype in _DTYPES for tensor in (one.gradient, one.weights)
-    )
+def _streams(state: ColumnState) -> list[torch.Tensor]:
+    return [state.master, *state.moments]
 
 
-def _counts(numbers: RuleNumbers, updates: Sequence[ColumnUpdate]) -> list[_Counts]:
-    """The counts of all updates and what follows from them, made at once: it takes a dozen launches."""
-    sizes = [len(one.state.count) for one in updates]
-    updated = torch.cat([one.state.count for one in updates]) + 1
-    # By the rules' own means: the fp64 powers are then the eager ones on every device.
-    scalars = per_count(updated, *numbers.per_column)
-    return [_Counts(*parts) for parts in zip(*(whole.split(sizes) for whole in (updated, *scalars)), strict=True)]
+def _counts_until_one(beta: float) -> int:
+    """Updates after which 1 - beta^count is 1 in fp64."""
+    return math.ceil(-54 * math.log(2) / math.log(beta)) + 1 if beta else 1
+
+
+def _powers(betas: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+    """[pairs, counts, 2], see `count_kept`; Python's powers, as those of the eager rules on the CPU."""
+    counts = range(1, 1 + max(map(_counts_until_one, itertools.chain(*betas))))
+    of_pairs = [[(1 - beta1**count, 1 / root(1 - beta2**count)) for count in counts] for beta1, beta2 in betas]
+    return np.array([[(1.0, 1.0), *of_pair] for of_pair in of_pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class RuleNumbers:
+    """One update's scalars as `update_kept` takes them; see there."""
+
+    kind: str
+    scalars: tuple[float, ...]
+    """lr, decay, weight_decay, eps, mix1, mix2, keep."""
+    l2: bool = False
+    nesterov: bool = False
+
+
+def rule_numbers(hyper: Hyper) -> RuleNumbers | None:
+    """What the kernel takes for a rule's hyperparameters; None for a rule that it does not know."""
+    lr = hyper.lr
+    if isinstance(hyper, (AdamWHyper, AdamHyper)):
+        beta1, beta2 = hyper.beta1, hyper.beta2
+        return RuleNumbers(
+            "adam",
+            (0.0, hyper.decay, hyper.weight_decay, hyper.eps, 1 - beta1, 1 - beta2, beta2),
+            l2=isinstance(hyper, AdamHyper) and hyper.weight_decay != 0,
+        )
+    if isinstance(hyper, AdagradHyper):
+        return RuleNumbers(
+            "adagrad",
+            (0.0, 1.0, hyper.weight_decay, hyper.eps, 0.0, 0.0, 0.0),
+            l2=hyper.weight_decay != 0,
+        )
+    if isinstance(hyper, LionHyper):
+        return RuleNumbers("lion", (lr, hyper.decay, 0.0, 0.0, 1 - hyper.beta1, 1 - hyper.beta2, 0.0))
+    if isinstance(hyper, SGDHyper):
+        return RuleNumbers(
+            "sgd",
+            (lr, 1.0, hyper.weight_decay, 0.0, 1 - hyper.dampening, 0.0, hyper.momentum),
+            l2=hyper.weight_decay != 0,
+            nesterov=hyper.nesterov,
+        )
+    return None
 
 
 def require_launch(kernels: Kernels, device: torch.device) -> None:
@@ -169,11 +326,15 @@ def require_launch(kernels: Kernels, device: torch.device) -> None:
     """
     try:
         matrix = torch.tensor([[1.0, 2.0]], dtype=torch.float32, device=device)
-        packed = kernels.pack(matrix, torch.tensor([1], device=device)).tolist()
+        places = TablePart(1, 2, torch.tensor([-1, 0], dtype=torch.int32, device="cpu"), 0, 0)
+        sent, kept, energies = (torch.zeros(n, dtype=torch.float32, device=device) for n in (1, 1, 2))
+        tables = BucketTables([places], matrix.dtype, lambda tensor: tensor.to(device))
+        kernels.pack_bucket(tables, [matrix], sent, kept, energies)
+        packed = [*sent.tolist(), *kept.tolist(), *energies.tolist()]
     except Exception as error:  # Triton, the compiler, the loader and the driver raise what they like
         raise UnsupportedError(f"{kernels.name} cannot launch a kernel on {device}: {_why(error)}") from error
-    if packed != [[2.0]]:
-        raise UnsupportedError(f"{kernels.name}'s first kernel on {device} gave {packed} instead of [[2.0]]")
+    if packed != [2.0, 1.0, 1.0, 4.0]:
+        raise UnsupportedError(f"{kernels.name}'s first kernel on {device} gave {packed}, not what it should")
 
 
 def _why(error: Exception) -> str:
@@ -185,94 +346,3 @@ def _why(error: Exception) -> str:
         return f"{Path(error.cmd[0]).name} failed to build a C module for Python{missing}"
     first = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return first.rstrip(".")
-
-
-def _update(
-    numbers: RuleNumbers, one: ColumnUpdate, counts: _Counts, factor: torch.Tensor | None, skip: torch.Tensor | None
-) -> None:
-    state, gradient, weights = one.state, one.gradient, one.weights
-    n, rows = state.master.shape
-    block_n, block_r = _tile(_STATE_TILE, gradient)
-    first, second = (*(() if counts.updated is None else state.moments), None, None)[:2]
-    triton_kernels.update_columns[(_ceil(n, block_n) * _ceil(rows, block_r),)](
-        _raw(gradient),
-        None if weights is None else _raw(weights),
-        None if one.columns is None else one.columns.contiguous(),
-        state.master,
-        first,
-        second,
-        None if counts.updated is None else state.count,
-        counts.updated,
-        counts.rate,
-        counts.inverse_root,
-        factor,
-        skip,
-        n,
-        rows,
-        *_strides(gradient),
-        *_strides(gradient if weights is None else weights),
-        *numbers.scalars,
-        RULE=numbers.kind,
-        L2=numbers.l2,
-        NESTEROV=numbers.nesterov,
-        GRADIENT_BF16=gradient.dtype == torch.bfloat16,
-        WEIGHTS_BF16=weights is not None and weights.dtype == torch.bfloat16,
-        GRADIENT_ROWS_FIRST=_rows_first(gradient),
-        WEIGHTS_ROWS_FIRST=weights is not None and _rows_first(weights),
-        BLOCK_N=block_n,
-        BLOCK_R=block_r,
-        enable_fp_fusion=False,
-    )
-
-
-def _sum_columns(matrix: torch.Tensor, sums: torch.Tensor, *, finite: bool) -> None:
-    rows, columns = matrix.shape
-    parts = sums.shape[0]
-    block_n, block_r = _tile(_SUM_TILE, matrix)
-    with torch.cuda.device_of(matrix):
-        triton_kernels.column_sums[(_ceil(columns, block_n), parts)](
-            _raw(matrix),
-            sums,
-            rows,
-            columns,
-            _ceil(_ceil(rows, parts), block_r) * block_r,
-            *_strides(matrix),
-            FINITE=finite,
-            BF16=matrix.dtype == torch.bfloat16,
-            ROWS_FIRST=_rows_first(matrix),
-            BLOCK_N=block_n,
-            BLOCK_R=block_r,
-            enable_fp_fusion=False,
-        )
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """bf16 as its bits, which is how the kernels take it."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-
-
-def _rows_first(matrix: torch.Tensor) -> bool:
-    """Whether a column lies closer together in memory than a row."""
-    return matrix.stride(0) < matrix.stride(1) or matrix.shape[1] == 1
-
-
-def _strides(matrix: torch.Tensor) -> tuple[int, int]:
-    """Its strides; 0 for that of a single column, for the compiler sees that 0 is aligned and the column is not."""
-    row, column = matrix.stride()
-    return row, 0 if matrix.shape[1] == 1 else column
-
-
-def _tile(elements: int, matrix: torch.Tensor) -> tuple[int, int]:
-    """Columns and rows of a tile of a matrix: long along rows where these are contiguous, else nearly square.
-
-    Powers of two that are the same for every size: the kernels leave out what is not there, and each other tile would
-    be one more variant to compile.
-    """
-    if matrix.shape[1] == 1:  # a whole parameter in one column
-        return 1, elements
-    along = 256 if _rows_first(matrix) else 1 << (elements.bit_length() - 1) // 2
-    return elements // along, along
-
-
-def _ceil(number: int, divisor: int) -> int:
-    return -(-number // divisor)
