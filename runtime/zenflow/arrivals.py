@@ -60,16 +60,9 @@ class StagingRoom:
     """Bounds the device memory in which packed columns wait for the link to the host: the oldest are waited for."""
 
     def __init__(self, device: Device, history: History, nbytes: int) -> None:
-        """Begin empty.
-
-        Args:
-            device: whose copies they are.
-            history: receives the waits.
-            nbytes: most bytes that wait at a time; what is more than that waits alone.
-        """
+        """`nbytes`: most that wait at a time; what is more than that waits alone."""
         self.nbytes = nbytes
-        self.peak_bytes = 0
-        """Most bytes that ever waited at a time."""
+        self.peak_bytes = 0  # most bytes that ever waited at a time
         self._device = device
         self._history = history
         self._waiting: deque[tuple[Transfer, int]] = deque()

@@ -27,21 +27,16 @@ class Bucket:
     """What the parts of one bucket share."""
 
     kind: Kind
-    numel: int = 0
-    """Elements of all parts."""
-    entry_bytes: int = 0
-    """That are planned for each entry of the log."""
-    places: list[Extents] = field(default_factory=list)
-    """Where the entries of the open window lie."""
+    numel: int = 0  # elements of all parts
+    entry_bytes: int = 0  # that are planned for each entry of the log
+    places: list[Extents] = field(default_factory=list)  # where the entries of the open window lie
     sent: Transfer | None = None
     """The last copy out of the results; it must be over before they change."""
-    memory: Future[torch.Tensor] | None = None
-    """Of the results, once somebody needs it."""
+    memory: Future[torch.Tensor] | None = None  # of the results, once somebody needs it
     memory_numel: int = 0
     beside_bytes: int = 0
     """Planned for each entry for what is sent a second time in one step."""
-    moves: int = 0
-    """How often columns of its weights have changed tier."""
+    moves: int = 0  # how often columns of its weights have changed tier
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +47,8 @@ class Part:
     slots: range
     columns: torch.Tensor
     """[slots] int64 on the device: the deferred column in each slot."""
-    start: int
-    """In the bucket's elements."""
-    entry_bytes: int
-    """That are planned for each entry of the log."""
+    start: int  # in the bucket's elements
+    entry_bytes: int  # that are planned for each entry of the log
     log: list[LogEntry] = field(default_factory=list)
     sample: Sample | None = None
     """Of the masters as the last window left them; None: not known."""
@@ -79,10 +72,8 @@ class Sent:
     bucket: Bucket
     place: Extents
     transfer: Transfer
-    parts: int
-    """How many of the gradients may still be used."""
-    unused_bytes: int = 0
-    """Of the others."""
+    parts: int  # how many of the gradients may still be used
+    unused_bytes: int = 0  # of the others
 
 
 @dataclass(slots=True, eq=False)
@@ -109,27 +100,14 @@ class Buckets:
         self._older, self._of = self._of, {}
 
     def join(self, kind: Kind, numel: int) -> tuple[Bucket, int]:
-        """Make room for a part.
-
-        Args:
-            kind: of the bucket.
-            numel: elements of the part.
-
-        Returns:
-            The bucket, and where in its elements the part begins.
-        """
+        """Make room for a part of so many elements; the bucket, and where in its elements the part begins."""
         bucket = self._of.setdefault(kind, Bucket(kind))
         start, bucket.numel = bucket.numel, bucket.numel + numel
         self.plan(bucket, padded(numel * kind[1].itemsize))
         return bucket, start
 
     def plan(self, bucket: Bucket, nbytes: int) -> None:
-        """Plan more bytes for each entry of a bucket.
-
-        Args:
-            bucket: one of them.
-            nbytes: padded.
-        """
+        """Plan more (padded) bytes for each entry of a bucket."""
         self._log.plan(bucket.entry_bytes + nbytes, instead_of=bucket.entry_bytes)
         bucket.entry_bytes += nbytes
 
@@ -142,8 +120,7 @@ class Buckets:
     def allocate(self) -> None:
         """Get memory for results where there is too little; where it has to be pinned, beside training.
 
-        Raises:
-            MemoryError: the host has less memory. Where it is got beside training, whoever needs it is told.
+        Raises MemoryError if the host has less; where it is got beside training, whoever needs it is told.
         """
         for kind, bucket in self._of.items():
             if bucket.memory is None or bucket.memory_numel < bucket.numel:
@@ -157,11 +134,7 @@ class Buckets:
         self._older = {}
 
     def result_of(self, bucket: Bucket) -> torch.Tensor:
-        """[numel] in the model's dtype, in host memory: new weights on their way to the device.
-
-        Raises:
-            MemoryError: the host has less memory.
-        """
+        """[numel] in the model's dtype, in host memory: new weights on their way to the device."""
         if bucket.memory is None or bucket.memory_numel < bucket.numel:
             self.allocate()
         assert bucket.memory is not None

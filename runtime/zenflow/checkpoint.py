@@ -28,7 +28,6 @@ OPEN = (
     "a state_dict() of sharded parameters was taken in the middle of a window: torch.distributed.checkpoint could not "
     "load it again: flush() first, use zenflow.distributed.save(), or save a file for each rank"
 )
-"""A warning."""
 
 _Controls = dict[tuple[int, float, float], Control]
 """By step and values: a weight whose gradient the user multiplied has its own."""
@@ -37,13 +36,8 @@ _Controls = dict[tuple[int, float, float], Control]
 def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
     """Copies of all state on the CPU; waits for the host work that was submitted, applies nothing that is not due.
 
-    Args:
-        training: the run.
-        groups: the optimizer's parameter groups.
-        room: zeros for what has no state yet, into which torch's functions can load.
-
-    Raises:
-        HostEngineError: host work failed.
+    `room`: zeros for what has no state yet, into which torch's functions can load. Raises HostEngineError if host work
+    failed.
     """
     training.settle()
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -143,7 +137,6 @@ def _of_all_ranks(weight: WeightState, rows: Rows, tensors: Mapping[str, Any]) -
 
 
 def _tensors_here(training: Training, weight: WeightState) -> dict[str, Any]:
-    """Of the rows of this rank."""
     rule, plan = training.rule, weight.plan
     tensors: dict[str, Any] = {
         name: torch.zeros(shape, dtype=dtype, device="cpu")
@@ -168,18 +161,10 @@ def _tensors_here(training: Training, weight: WeightState) -> dict[str, Any]:
 
 
 def read_on_all(training: Training, state_dict: Mapping[str, Any], groups: Groups, *, of_torch: bool) -> Saved:
-    """What a state_dict holds, refused on all ranks where it is on one; changes nothing.
+    """What a state_dict, of torch's optimizer where `of_torch`, holds; refused on all ranks where it is on one.
 
-    Args:
-        training: the run that loads it.
-        state_dict: as `save` gave it.
-        groups: the optimizer's parameter groups.
-        of_torch: it is that of torch's optimizer.
-
-    Raises:
-        CheckpointError: it is truncated or not of this optimizer.
-        ConfigError: a hyperparameter in it is not allowed.
-        RankError: another rank refused it.
+    Changes nothing. Raises CheckpointError if it is truncated or not of this optimizer, ConfigError if a hyperparameter
+    in it is not allowed, RankError if another rank refused it.
     """
     ranks = training.runtime.ranks
     error: ZenFlowError | None = None
@@ -198,17 +183,10 @@ def read_on_all(training: Training, state_dict: Mapping[str, Any], groups: Group
 
 
 def resumed(current: Training, saved: Saved, groups: Groups) -> Training:
-    """A new run that goes on from a saved one; the current one stays as it is.
+    """A new run that goes on from a saved one with the module, device and own knobs of the current one, which stays.
 
-    Args:
-        current: whose module, device and own knobs are used.
-        saved: what `read` found.
-        groups: the optimizer's parameter groups, already with the saved hyperparameters.
-
-    Raises:
-        ConfigError: own knobs do not go with the saved ones.
-        HostMemoryError: the host has less memory.
-        HostEngineError: host work failed.
+    `groups` already have the saved hyperparameters. Raises ConfigError if own knobs do not go with the saved ones,
+    HostMemoryError if the host has less memory, HostEngineError if host work failed.
     """
     header, own = saved.header, current.made_with
     if header.imported:  # the selection begins with the first gradient's importance, which is known after that step

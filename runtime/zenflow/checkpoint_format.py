@@ -47,8 +47,7 @@ class SavedEntry:
 
     step: int
     hyper: dict[str, float]
-    control: tuple[float, float] | None
-    """Factor, and 1 where the step is skipped."""
+    control: tuple[float, float] | None  # factor, and 1 where the step is skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,6 @@ class SavedWeight:
 
     @property
     def buckets_in_flight(self) -> list[int]:
-        """Numbers of the buckets in `flights`."""
         return [flight.bucket for flight in self.flights]
 
 
@@ -98,15 +96,13 @@ class Header:
     made_with: ZenFlowConfig
     """The knobs that the optimizer was constructed with."""
     config: ZenFlowConfig
-    """The knobs in force."""
     change: ZenFlowConfig | None
     """Those that hold after the next step."""
     begun: bool
     step: int
     window_steps: int
     buckets: int
-    hypers: list[dict[str, float]]
-    """Of each group, in the last step."""
+    hypers: list[dict[str, float]]  # of each group, in the last step
     weights: list[SavedWeight]
     """In the order of the parameter groups."""
     flushed: bool
@@ -118,16 +114,11 @@ class Header:
     """Knobs to go back to, where those in force may have been tried only; None: nobody tried any."""
 
     def to_json(self) -> str:
-        """The header as text."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: object) -> Header:
-        """Read a header.
-
-        Raises:
-            CheckpointError: it is not one.
-        """
+        """Read a header; raises CheckpointError if it is not one."""
         if not isinstance(text, str):
             raise CheckpointError(
                 f'param_groups[0]["{HEADER}"] is missing: the state_dict was not saved by a ZenFlow optimizer. '
@@ -165,8 +156,7 @@ class Saved:
     """A state_dict that was found to be whole."""
 
     header: Header
-    groups: list[dict[str, Any]]
-    """Hyperparameters of each group."""
+    groups: list[dict[str, Any]]  # hyperparameters of each
     tensors: list[Mapping[str, Any]]
     """Of each parameter, in the order of the groups."""
 
@@ -174,14 +164,8 @@ class Saved:
 def read(state_dict: object, groups: Sequence[Mapping[str, Any]], rule: Rule) -> Saved:
     """Check a state_dict against the optimizer that is to load it; changes nothing.
 
-    Args:
-        state_dict: what somebody passed.
-        groups: the optimizer's parameter groups.
-        rule: its update rule.
-
-    Raises:
-        CheckpointError: it is truncated, damaged, or of another optimizer.
-        ConfigError: a hyperparameter in it is not allowed.
+    Raises CheckpointError if it is truncated, damaged, or of another optimizer, ConfigError if a hyperparameter in it
+    is not allowed.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError('the state_dict has no "state" and "param_groups": load what state_dict() returned')

@@ -233,13 +233,9 @@ class ZenFlowConfig:
         return replace(self, select_interval=select, select_strategy="step")
 
     def changed(self, knobs: Mapping[str, Any]) -> ZenFlowConfig:
-        """The same with other live knobs.
+        """The same with other live knobs; `select_interval` is in steps.
 
-        Args:
-            knobs: by name; `select_interval` in steps.
-
-        Raises:
-            ConfigError: one cannot be changed while it trains, or has a value that is not allowed.
+        Raises ConfigError if one cannot be changed while it trains, or has a value that is not allowed.
         """
         for name in knobs:
             if name not in LIVE_KNOBS:
@@ -249,10 +245,9 @@ class ZenFlowConfig:
 
 
 def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:
-    """The knobs that a DeepSpeed configuration asks for, and everything that is wrong with them.
+    """The knobs that a DeepSpeed configuration asks for, by name, and everything that is wrong with them.
 
-    Returns:
-        The knobs by name. Of each value that is not allowed where it stands, the value, and what it must be.
+    Of each value that is not allowed, where it stands, the value, and what it must be.
     """
     faults: list[tuple[str, Any, str]] = []
     zero = _section(config, "zero_optimization", faults)

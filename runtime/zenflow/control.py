@@ -42,18 +42,14 @@ def step_control(
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> StepControl | None:
-    """Factor and skip flag of a step, without reading them.
+    """Factor and skip flag of a step, without reading them; None where the factor is 1 and nothing can be skipped.
 
     Args:
         norms: [n] fp32, the L2 norm of each gradient, not finite where the gradient is not; asked for where needed.
-        device: where they are.
         max_grad_norm: clip the global L2 norm of the unscaled gradient to this.
         skip_nonfinite: skip where that norm is not finite.
         grad_scale: what the loss was multiplied with (GradScaler's protocol).
         found_inf: not 0 where GradScaler found a non-finite gradient.
-
-    Returns:
-        None where the factor is 1 and nothing can be skipped.
     """
     if max_grad_norm is None and not skip_nonfinite and grad_scale is None and found_inf is None:
         return None
@@ -74,22 +70,12 @@ def step_control(
 
 
 def as_flag(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """0-dim bool on a device: whether a number of one element is not 0.
-
-    Args:
-        value: on any device; of GradScaler over sharded gradients, a DTensor.
-        device: where the flag is wanted.
-    """
+    """0-dim bool on a device: whether `value`, of one element on any device and perhaps a DTensor, is not 0."""
     return torch.as_tensor(local_rows(value), device=device).reshape(()) != 0
 
 
 def scaled_control(control: StepControl | None, factor: torch.Tensor | None) -> StepControl | None:
-    """The control of a weight whose gradient was multiplied, but without its elements.
-
-    Args:
-        control: the step's.
-        factor: 0-dim fp32, the multiplier; None: the gradient was not multiplied.
-    """
+    """The control of a weight whose gradient was multiplied with `factor`, 0-dim fp32, but without its elements."""
     if factor is None:
         return control
     if control is None:

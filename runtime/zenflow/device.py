@@ -142,10 +142,8 @@ class Device(ABC):
     def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
         """Queue a copy of host memory into new device memory; any thread may call it.
 
-        Args:
-            source: host memory; must not change until the transfer is done.
-            after: the finished host work that produced `source`.
-            asked: where the compute stream was when the copy was asked for.
+        `source` must not change until the transfer is done; `after` is the finished host work that produced it, `asked`
+        where the compute stream was when the copy was asked for.
         """
 
     @abstractmethod
@@ -176,16 +174,10 @@ class Device(ABC):
     def host_work(
         self, finish: Callable[[], HostSpan], nbytes: int, inputs: Sequence[Transfer], submitted: Mark
     ) -> HostSpan:
-        """Wait for a piece of host work that was begun; called by the host engine, job after job.
+        """Wait for a piece of host work that was begun; when it counts as done, by `clock`.
 
-        Args:
-            finish: blocks until it is done; when it was, by the machine's clock.
-            nbytes: its memory traffic.
-            inputs: the transfers that it waited for.
-            submitted: where the compute stream was when it was submitted.
-
-        Returns:
-            When it counts as done, by `clock`.
+        The host engine calls it, job after job. `finish` blocks until the work is done, and returns when that was by
+        the machine's clock; `nbytes` is its memory traffic, `submitted` where the compute stream was at its submission.
         """
         return finish()
 
@@ -204,10 +196,8 @@ class Device(ABC):
     def meet(self, nbytes: int, ranks: int, latest: Callable[[float], float]) -> None:  # noqa: B027 - only in simulated time
         """Say that the compute stream waits for a collective of all ranks, each of which calls this.
 
-        Args:
-            nbytes: that are averaged; 0: it is the training threads that wait for each other.
-            ranks: how many there are.
-            latest: of all ranks' values, the greatest.
+        `nbytes` are averaged; 0: it is the training threads that wait for each other. `latest` gives the greatest of
+        all ranks' values.
         """
 
     def comm_s(self) -> Mapping[Collective, float]:
@@ -236,12 +226,7 @@ class Device(ABC):
 
 
 class Arrived(Transfer):
-    """A copy that was over when it was asked for.
-
-    Args:
-        mark: when that was.
-        nbytes: its size.
-    """
+    """A copy that was over when it was asked for."""
 
     def __init__(self, mark: Mark, nbytes: int) -> None:
         self.begin = self.end = mark
@@ -305,9 +290,6 @@ class HostWeights(CpuDevice):
 
     FSDP2 copies each unit's rows to the accelerator and each gradient back, in its own streams and in pinned memory; it
     has waited for the gradients at the end of backward. What is done here is the host's work alone.
-
-    Args:
-        computing: the accelerator.
     """
 
     takes_host_cores = False
@@ -538,14 +520,9 @@ def in_backward() -> bool:
 
 
 def device_for(torch_device: torch.device, computing: torch.device | None = None) -> Device:
-    """The device implementation for where the parameters are.
+    """The device implementation for where the parameters are; `computing`, if any, computes with copies of them.
 
-    Args:
-        torch_device: where that is.
-        computing: what computes with copies of them; None: `torch_device` does, with themselves.
-
-    Raises:
-        UnsupportedError: neither a CPU nor a CUDA device.
+    Raises UnsupportedError for neither a CPU nor a CUDA device.
     """
     if torch_device.type == "cuda":
         return CudaDevice(torch_device)

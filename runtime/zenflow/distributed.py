@@ -30,8 +30,7 @@ _Done = TypeVar("_Done")
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 """What torch.compile and activation checkpointing put into names."""
 _METADATA = ".metadata"
-_ALONE = "torch.distributed is disabled"
-"""How torch warns that a single process is one."""
+_ALONE = "torch.distributed is disabled"  # how torch warns that a single process is one
 
 
 def save(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLike[str]) -> None:
@@ -41,8 +40,6 @@ def save(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLik
     killed, it is absent, or what it was before. Hidden folders that are left beside it then go with the next save.
 
     Args:
-        model: whose parameters the optimizer has.
-        optimizer: of this model.
         folder: a new one on a file system that all ranks share, or an earlier checkpoint, which is replaced.
 
     Raises:
@@ -71,7 +68,6 @@ def load(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLik
     which this optimizer was constructed otherwise are taken up as by `ZenFlowOptimizer.load_state_dict`.
 
     Args:
-        model: of the same parameters, sharded or not.
         optimizer: of this model, with the same parameters in its groups.
         folder: that `save` wrote.
 
@@ -95,14 +91,8 @@ def load(model: nn.Module, optimizer: ZenFlowOptimizer, folder: str | os.PathLik
 def read_whole(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `save` wrote, in a single process that has neither the model nor its optimizer.
 
-    Args:
-        folder: that `save` wrote.
-
-    Returns:
-        The model's `state_dict`; and the optimizer's as one process has it, by the parameters' names.
-
-    Raises:
-        CheckpointError: it cannot be read.
+    Returns the model's `state_dict`, and the optimizer's as one process has it, by the parameters' names. Raises
+    CheckpointError if it cannot be read.
     """
     path = _whole_one(Path(folder).absolute())
 
@@ -184,7 +174,6 @@ def _room(model: nn.Module, optimizer: ZenFlowOptimizer, folder: Path) -> dict[s
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """What lies in a folder, by name."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not (path / _METADATA).is_file():
@@ -237,7 +226,6 @@ def _empty_like(value: Any) -> Any:
 
 
 def _state_dict(model: nn.Module, optimizer: ZenFlowOptimizer, found: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank's `load_state_dict` takes."""
     names, saved = _names(model, optimizer), found["groups"]
     theirs: list[list[str]] = [group["params"] for group in saved]
     all_names, all_theirs = _flat(names), _flat(theirs)
@@ -296,11 +284,7 @@ def _mesh(optimizer: ZenFlowOptimizer) -> tuple[int, ...]:
 
 
 def _names(model: nn.Module, optimizer: ZenFlowOptimizer) -> list[list[str]]:
-    """The model's name of each parameter, by group.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """The model's name of each parameter, by group; raises ConfigError where it has none."""
     inside = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     known: dict[int, str] = {}
     for name, parameter in inside.named_parameters():
@@ -324,7 +308,6 @@ def _together() -> bool:
 
 
 def _everybodys(mine: Any) -> list[Any]:
-    """What each rank has."""
     if not _together():
         return [mine]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -333,15 +316,9 @@ def _everybodys(mine: Any) -> list[Any]:
 
 
 def _on_all(said: str, do: Callable[[], _Done], *, first_only: bool = False) -> _Done:
-    """Do something on all ranks, or fail on all.
+    """Do something on all ranks, or fail on all; `said` is how a sentence about a failure begins.
 
-    Args:
-        said: how a sentence about a failure begins.
-        do: what.
-        first_only: let only the first rank do it.
-
-    Raises:
-        CheckpointError: a rank has failed; where it was this one and by an error of zenflow's, that one.
+    Raises CheckpointError if a rank has failed; where it was this one and by an error of zenflow's, that one.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

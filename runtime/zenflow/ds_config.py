@@ -1,15 +1,10 @@
-"""A ds_config in any form that DeepSpeed takes, read as DeepSpeed reads it, and its old forms as DeepSpeed takes them.
+"""A ds_config in any form that DeepSpeed takes, read as DeepSpeed (0.19.6) reads it, and its old forms.
 
-This is the only reader of the text: `ZenFlowConfig.from_ds_config` needs it where neither zftune nor DeepSpeed is
-installed, and `zftune.ds_config.reading` builds on it. Like DeepSpeed (0.19.6) it takes a dictionary,
-the path of a file, or URL-safe base64:
-
-- The text is Hjson, of which JSON is a part: comments, trailing commas and unquoted names are allowed.
-- A number without a fraction is an integer, however it is written: 4.0 and 5e8 are 4 and 500000000.
-- NaN and Infinity are words, not numbers.
-- In a file no section may hold a name twice. In base64 the last one counts.
-
-DeepSpeed reads files in the locale's encoding; here they are UTF-8.
+This is the only reader of the text: `zftune.ds_config.reading` builds on it, and `ZenFlowConfig.from_ds_config` needs
+it without zftune or DeepSpeed. The text of a file or of URL-safe base64 is Hjson, of which JSON is a part. A number
+without a fraction is an integer, however it is written: 4.0 and 5e8 are 4 and 500000000. NaN and Infinity are words. In
+a file no section may hold a name twice, in base64 the last one counts. DeepSpeed reads files in the locale's encoding;
+here they are UTF-8.
 """
 
 from __future__ import annotations
@@ -40,13 +35,9 @@ class Parsed(NamedTuple):
 
 
 def load(source: object) -> dict[str, Any]:
-    """A ds_config in any form that DeepSpeed takes, as a copy.
+    """A ds_config (a dictionary, the path of a file, or URL-safe base64) as a copy.
 
-    Args:
-        source: a dictionary, the path of a file, or URL-safe base64.
-
-    Raises:
-        ConfigError: it cannot be read, holds no object, or is a file in which a section holds a name twice.
+    Raises ConfigError if it cannot be read, holds no object, or is a file in which a section holds a name twice.
     """
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
@@ -62,8 +53,7 @@ def load(source: object) -> dict[str, Any]:
 def read_file(path: str | Path) -> Parsed:
     """Read a file that holds a ds_config.
 
-    Raises:
-        ConfigError: it cannot be read, is neither JSON nor Hjson, or holds no object.
+    Raises ConfigError if it cannot be read, is neither JSON nor Hjson, or holds no object.
     """
     try:
         parsed = parse(Path(path).read_bytes().decode("utf-8"))  # its line ends as they are
@@ -79,21 +69,13 @@ def read_file(path: str | Path) -> Parsed:
 
 
 def refuse_duplicates(names: Sequence[str], path: str | Path) -> None:
-    """Refuse a file in which names stand twice in one section, as DeepSpeed does.
-
-    Raises:
-        ConfigError: there are such names.
-    """
+    """Raise ConfigError for a file in which names stand twice in one section, as DeepSpeed does."""
     if names:
         raise ConfigError(f"ds_config '{path}' cannot be read: {names[0]} stands twice in one section")
 
 
 def parse(text: str) -> Parsed:
-    """Read JSON or, where it is none, Hjson.
-
-    Raises:
-        ConfigError: it is neither; with line and column.
-    """
+    """Read JSON or, where it is none, Hjson; raises ConfigError with line and column if it is neither."""
     duplicates: list[str] = []
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -29,13 +29,7 @@ class ConfigError(ZenFlowError, ValueError):
 
     @classmethod
     def of(cls, field: str, value: object, allowed: str) -> Self:
-        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1".
-
-        Args:
-            field: its name.
-            value: as it was given.
-            allowed: what it must be.
-        """
+        """The error of a value: "topk_ratio is 1.5; it must be a number from 0 to 1"."""
         error = cls(f"{field} is {value!r}; it must be {allowed}")
         error.field, error.value, error.allowed = field, value, allowed
         return error

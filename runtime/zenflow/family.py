@@ -18,7 +18,6 @@ class ZenFlowAdamW(ZenFlowOptimizer):
 
     Args:
         params: parameters or parameter groups, fp32, bf16 or fp16, all on one device.
-        lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
@@ -82,22 +81,13 @@ class ZenFlowAdam(ZenFlowOptimizer):
 class ZenFlowAdagrad(ZenFlowOptimizer):
     """Adagrad (Duchi et al. 2011), as `torch.optim.Adagrad`.
 
+    Args and errors as `ZenFlowAdamW`, but for:
+
     Args:
-        params: as `ZenFlowAdamW`.
-        lr: learning rate.
         lr_decay: the learning rate is divided by 1 + (n - 1) * lr_decay at a column's n-th update.
         weight_decay: an L2 penalty.
         initial_accumulator_value: what the sum of squares starts with. A group may set its own (torch, which takes one
             too, uses the constructor's).
-        eps: added to the denominator.
-        config: the knobs; None takes the defaults.
-        module: the model that owns the parameters; see `ZenFlowOptimizer`.
-        device: the accelerator; None takes the one that the parameters are on.
-        partition: see `ZenFlowOptimizer`.
-
-    Raises:
-        ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(
@@ -129,19 +119,10 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
 class ZenFlowLion(ZenFlowOptimizer):
     """Lion (Chen et al. 2023, Algorithm 2).
 
-    Args:
-        params: as `ZenFlowAdamW`.
-        lr: learning rate.
-        betas: weight of the momentum in the update, and its decay rate.
-        weight_decay: decoupled weight decay.
-        config: the knobs; None takes the defaults.
-        module: the model that owns the parameters; see `ZenFlowOptimizer`.
-        device: the accelerator; None takes the one that the parameters are on.
-        partition: see `ZenFlowOptimizer`.
+    Args and errors as `ZenFlowAdamW`, but for:
 
-    Raises:
-        ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device.
+    Args:
+        betas: weight of the momentum in the update, and its decay rate.
     """
 
     def __init__(
@@ -165,21 +146,13 @@ class ZenFlowLion(ZenFlowOptimizer):
 class ZenFlowSGD(ZenFlowOptimizer):
     """SGD with momentum, as `torch.optim.SGD`.
 
+    Args and errors as `ZenFlowAdamW`, but for:
+
     Args:
-        params: as `ZenFlowAdamW`.
-        lr: learning rate.
         momentum: decay rate of the momentum; at 0 none is kept.
         dampening: share of a gradient that the momentum leaves out.
         weight_decay: an L2 penalty.
         nesterov: Nesterov momentum.
-        config: the knobs; None takes the defaults.
-        module: the model that owns the parameters; see `ZenFlowOptimizer`.
-        device: the accelerator; None takes the one that the parameters are on.
-        partition: see `ZenFlowOptimizer`.
-
-    Raises:
-        ConfigError: a hyperparameter or knob is not allowed.
-        UnsupportedError: a parameter's dtype or device.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""One parameter's master and moments in its shape: read and set between two steps, shown in `optimizer.state`
-and, whole, after a flush.
-"""
+"""One parameter's master and moments in its shape: read and set between two steps, shown in `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -31,15 +29,8 @@ if TYPE_CHECKING:
 def flushed(training: Training) -> Iterator[int]:
     """Let the weights hold what a flush would make of them; afterwards they are what they were, as is all else.
 
-    Args:
-        training: the run.
-
-    Yields:
-        How many steps of deferred gradients were pending.
-
-    Raises:
-        HostEngineError: host work failed.
-        RankError: on another rank, of ranks that have whole parameters.
+    Yields how many steps of deferred gradients were pending. Raises HostEngineError if host work failed; of ranks that
+    have whole parameters, the others raise RankError then.
     """
     _settle(training)
     if not training.begun or not training.open or training.shows_flushed:
@@ -94,10 +85,6 @@ class Unflush:
 
     The model may be loaded before or after its optimizer, so each use of the weight until the next step asks again;
     that costs something only where somebody has written to it.
-
-    Args:
-        training: that was restored.
-        weight: one of its weights.
     """
 
     def __init__(self, training: Training, weight: WeightState) -> None:
@@ -164,12 +151,9 @@ MASTER, STEP = "master", "step"
 
 
 def whole_tier(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], moment_names: Sequence[str]) -> Tier:
-    """The state of all columns of one parameter, sharing the memory of tensors on the CPU.
+    """The state of all columns of one parameter, sharing the memory of `tensors` on the CPU.
 
-    Args:
-        plan: the split.
-        tensors: "master" and the moments in the parameter's shape, fp32; "count", [columns] int32.
-        moment_names: the rule's.
+    They are "master" and the moments, fp32 in the parameter's shape, and "count", [columns] int32.
     """
     streams = [tensors[name] for name in (MASTER, *moment_names)]
     if plan.columns:
@@ -181,19 +165,7 @@ def whole_tier(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], moment_nam
 
 
 def read(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies on the CPU; see `ZenFlowOptimizer.full_state`.
-
-    Args:
-        training: the run.
-        parameter: one of its own.
-        group: the parameter's.
-
-    Returns:
-        Of sharded ones DTensors, but for the step.
-
-    Raises:
-        HostEngineError: host work failed.
-    """
+    """Copies on the CPU, of sharded parameters DTensors, but for the step; see `ZenFlowOptimizer.full_state`."""
     tensors = _here(training, parameter, group)
     if isinstance(parameter, Rows):
         tensors |= {name: parameter.wrapped(tensors[name]) for name in (MASTER, *training.rule.moment_names)}
@@ -201,7 +173,6 @@ def read(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) 
 
 
 def _here(training: Training, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Of the rows of this rank."""
     rule, weight = training.rule, _started(training, parameter)
     if weight is None:
         moments = zip(rule.moment_names, rule.initial(group), strict=True)
@@ -219,19 +190,7 @@ def _here(training: Training, parameter: nn.Parameter, group: Mapping[str, Any])
 def write(
     training: Training, parameter: nn.Parameter, group: Mapping[str, Any], name: str, value: torch.Tensor
 ) -> None:
-    """Set one stream; see `ZenFlowOptimizer.set_full_state`.
-
-    Args:
-        training: the run.
-        parameter: one of its own.
-        group: the parameter's.
-        name: "master" or one of the rule's moments.
-        value: as many elements as the parameter has.
-
-    Raises:
-        ConfigError: the name, the size, a moment of a parameter that was never updated, or within `flushed_weights`.
-        HostEngineError: host work failed.
-    """
+    """Set one stream, "master" or one of the rule's moments; see `ZenFlowOptimizer.set_full_state`."""
     names = (MASTER, *training.rule.moment_names)
     if training.shows_flushed:
         raise ConfigError("set_full_state() was called within flushed_weights(): call it outside")
@@ -291,11 +250,6 @@ class StateView:
 
     Copies and pickles of it are plain dictionaries. It is no `Mapping` by type: Lightning and Accelerate rebuild what
     is one, tensor by tensor, and would keep all of the state on the device.
-
-    Args:
-        optimizer: whose state it is.
-        parameter: one of the optimizer's.
-        moment_names: the rule's.
     """
 
     __slots__ = ("_names", "_optimizer", "_parameter")
@@ -311,7 +265,6 @@ class StateView:
         return self._gathered()[name]
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Set a moment, as `ZenFlowOptimizer.set_full_state`."""
         self._owner().set_full_state(self._parameter, name, value)
 
     def __iter__(self) -> Iterator[str]:
@@ -338,11 +291,9 @@ class StateView:
         return dict.fromkeys(self._names).keys()
 
     def values(self) -> ValuesView[torch.Tensor]:
-        """The tensors."""
         return self._gathered().values()
 
     def items(self) -> ItemsView[str, torch.Tensor]:
-        """Names and tensors."""
         return self._gathered().items()
 
     def _gathered(self) -> dict[str, torch.Tensor]:

@@ -32,8 +32,7 @@ class Span:
     begin_ms: float
     end_ms: float
     label: str
-    nbytes: int | None = None
-    """Of a transfer."""
+    nbytes: int | None = None  # of a transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,7 @@ class Timeline:
 
 
 class TimelineRecorder:
-    """Notes what happens from the next close of an update window on, for a number of steps.
-
-    Args:
-        device: whose compute stream, links and host work are recorded.
-        steps: how many steps; None: one whole update window.
-    """
+    """Notes what happens from the next close of an update window on, for a number of steps (None: one whole window)."""
 
     def __init__(self, device: Device, steps: int | None) -> None:
         self._device = device
@@ -90,25 +84,15 @@ class TimelineRecorder:
     # --- what happens ----------------------------------------------------------------------------------------------
 
     def compute(self, label: str, begin: Mark, end: Mark) -> None:
-        """Say what the compute stream was given between two marks; stalls in between are taken out.
+        """Say what the compute stream was given between two marks of one step; stalls in between are taken out.
 
-        Args:
-            label: such as "forward", "backward", "optimizer".
-            begin: a mark of the device.
-            end: a later one, of the same step.
+        `label` is such as "forward", "backward", "optimizer".
         """
         if not self._complete:  # the last step's marks may be told after its end
             self._phases.append((label, begin, end))
 
     def wall(self, lane: Lane, label: str, begin_s: float, end_s: float) -> None:
-        """Say what another resource did.
-
-        Args:
-            lane: "data" or "comm".
-            label: what was done.
-            begin_s: when it began, by the device's clock.
-            end_s: when it ended.
-        """
+        """Say what another resource ("data" or "comm") did, in seconds of the device's clock."""
         if not self._complete:
             self._host.append((lane, label, HostSpan(begin_s, end_s)))
 
@@ -125,11 +109,9 @@ class TimelineRecorder:
         self._seen.append((mark, self._device.clock.now()))
 
     def end_step(self, record: StepRecord) -> bool:
-        """Called at the end of every step.
+        """Called at the end of every step: whether nothing that belongs to the recorded ones can follow.
 
-        Returns:
-            Whether nothing that belongs to these steps can follow: jobs go on after them, at longest until the close
-            that comes next.
+        Jobs go on after them, at longest until the close that comes next.
         """
         if self.over:
             self._complete = record.closed
@@ -251,7 +233,6 @@ class History:
         self._closed: deque[StepRecord] = deque()
         self._resolved: deque[StepStats] = deque(maxlen=HISTORY_STEPS)
         self.recorder: TimelineRecorder | None = None
-        """The newest recording."""
         self._recording = False
 
     @property
@@ -260,11 +241,7 @@ class History:
         return self._last_end
 
     def record(self, steps: int | None) -> TimelineRecorder:
-        """Record a timeline; one that is being recorded ends without a result.
-
-        Args:
-            steps: how many steps from the next close on; None: one whole update window.
-        """
+        """Record so many steps (None: one window) from the next close on; an open one ends without a result."""
         self.recorder = self._device.observer = TimelineRecorder(self._device, steps)
         self._recording = True
         return self.recorder
@@ -283,12 +260,7 @@ class History:
                 self.recorder.passed(self._last_end)
 
     def end_step(self, step: int, traffic: Traffic) -> None:
-        """Close the open record.
-
-        Args:
-            step: number of the step that ends here.
-            traffic: bytes on the link since the end of the last one.
-        """
+        """Close the open record; `traffic` is that since the end of the last one."""
         record, self.open = self.open, StepRecord(step=step + 1)
         record.step, record.begin, record.end, record.traffic = step, self._last_end, self._device.mark(), traffic
         record.comm_s = self._device.comm_s()
@@ -298,11 +270,9 @@ class History:
             self.stop_recording()
 
     def steps(self, *, wait: bool, after: int = 0) -> list[StepStats]:
-        """The last steps that are resolved, oldest first.
+        """The last steps that are resolved, oldest first, with a number above `after`: costs what these are.
 
-        Args:
-            wait: wait for the device, so that the newest step is among them.
-            after: only the steps with a higher number than this; it costs what they are, not what is kept.
+        With `wait` it waits for the device, so that the newest step is among them.
         """
         for record in self._closed if wait else ():
             record.wait(self._device)

@@ -36,18 +36,8 @@ def splits(old: ZenFlowConfig, new: ZenFlowConfig) -> bool:
 def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Groups, old: ZenFlowConfig) -> KnobChange:
     """Get everything that new knobs need.
 
-    Args:
-        runtime: of the optimizer.
-        model: as it is split now.
-        new: the knobs to come.
-        groups: the optimizer's parameter groups.
-        old: the knobs in force.
-
-    Raises:
-        HostMemoryError: the host has less memory than they need.
-        MemoryError: the same, found out too late to say it well.
-        HostEngineError: threads could not be started.
-        RankError: another rank could not get it.
+    Raises HostMemoryError, or MemoryError where that is found out too late to say it well, if the host has less memory
+    than they need; HostEngineError if threads could not be started; RankError if another rank could not get it.
     """
     change = KnobChange(new, splits(old, new), runtime.cores, None, [])
     split, host_bytes = None, 0  # before the first step, which sees to the memory
@@ -80,7 +70,6 @@ def _get(
 
 
 def _on_all_ranks(runtime: Runtime, get: Callable[[], object]) -> None:
-    """Get something, on all ranks or with an error on all."""
     error = None
     try:
         get()
@@ -93,17 +82,10 @@ def _on_all_ranks(runtime: Runtime, get: Callable[[], object]) -> None:
 
 
 def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowConfig) -> list[torch.Tensor]:
-    """Memory for what another split needs more than there is, and for its largest weight, which exists twice a while.
+    """Memory for what another split needs more than there is, and for its largest weight, twice there a while.
 
-    Args:
-        runtime: of the optimizer.
-        model: as it is split now.
-        split: the one to come.
-        config: its knobs.
-
-    Raises:
-        HostMemoryError: the host has less memory than that.
-        RankError: another rank could not get it.
+    `config` has the knobs of that split. Raises HostMemoryError if the host has less memory, RankError if another rank
+    could not get it.
     """
     host_bytes = _require_room(runtime, split, config)
     reserved: list[torch.Tensor] = []

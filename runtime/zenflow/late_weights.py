@@ -1,6 +1,4 @@
-"""Weights, and rows of sharded ones, whose host update is late: readers and writers wait for it, as does their
-own forward.
-"""
+"""Weights, and rows of sharded ones, whose host update is late: readers, writers and their forward wait for it."""
 
 from __future__ import annotations
 
@@ -26,22 +24,14 @@ from zenflow.writes import has_other_holders, storage_is_held
 
 
 def units_of(module: nn.Module) -> list[Any]:
-    """What `fully_shard` was called on.
-
-    Args:
-        module: the model.
-    """
+    """What `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has none
     unit = getattr(fsdp, "FSDPModule", ())
     return [part for part in module.modules() if isinstance(part, unit)]
 
 
 def gathered_by(unit: Any) -> dict[int, Any]:
-    """What FSDP2 has of each parameter that it gathers with a unit, by the parameter's id.
-
-    Args:
-        unit: of `units_of`.
-    """
+    """What FSDP2 has of each parameter that it gathers with one of `units_of`, by the parameter's id."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.11
@@ -51,14 +41,9 @@ def gathered_by(unit: Any) -> dict[int, Any]:
 
 
 def readers_of(rows: Rows, gathered: Any) -> tuple[torch.Tensor, ...] | None:
-    """The tensors by which a weight's rows are read.
+    """The tensors by which a weight's rows are read: the parameter, its rows, and what all-gathers read.
 
-    Args:
-        rows: of the weight.
-        gathered: what FSDP2 has of it.
-
-    Returns:
-        The parameter, its rows, and what all-gathers read; None where there may be others.
+    None where there may be others. `gathered` is what FSDP2 has of the weight.
     """
     whole = cast(Any, rows.whole)
     local, source = whole._local_tensor, getattr(gathered, "_sharded_param_data", None)
@@ -85,10 +70,8 @@ class PendingUpdate:
     """A bucket's window that is not visible yet."""
 
     weights: list[WeightState]
-    windows: list[PartWindow]
-    """What it does to each of them."""
-    job: Job
-    """Brings all of it to the device."""
+    windows: list[PartWindow]  # what it does to each of them
+    job: Job  # brings all of it to the device
     gradients: Transfer | None
     """The last of the gradients that the job waits for; None where it was restored."""
     due: int
@@ -131,11 +114,8 @@ class LateWeights:
     of others the training thread, which is ahead of the device, mostly waits for what the device finds there. No error
     is raised then, since other ranks would wait for this one: the next step says it on all of them.
 
-    Args:
-        module: that owns the weights; None: no wait for a bucket is left.
-        show: makes a bucket visible.
-        keeping: around that; may keep an error.
-        saving: called before the module's `state_dict()`.
+    `module` owns the weights (None: no wait for a bucket is left); `show` makes a bucket visible, within `keeping`,
+    which may keep an error; `saving` is called before the module's `state_dict()`.
     """
 
     def __init__(
@@ -150,12 +130,10 @@ class LateWeights:
         self._keeping = keeping
         self._late: dict[int, list[_Wait]] = {}
         self._covered: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._weight_of: dict[int, int] = {}
-        """The weight that each of the covered tensors reads."""
+        self._weight_of: dict[int, int] = {}  # the weight that each of the covered tensors reads
         self._ungathered: set[int] = set()
         """Sharded weights that were late after the last step, and have not been gathered since."""
-        self._gathered: dict[int, Any] = {}
-        """What FSDP2 has of sharded weights."""
+        self._gathered: dict[int, Any] = {}  # what FSDP2 has of sharded weights
         self._seen: dict[int, None] = {}  # in the order in which forward needs them
         self._trusted: dict[int, None] = {}
         self._lock = threading.RLock()  # an average of weights may be taken in a thread of its own
@@ -229,11 +207,9 @@ class LateWeights:
         return True
 
     def before_use(self, parameter: nn.Parameter, do: Callable[[], bool]) -> None:
-        """Have something done before a weight is used, after `end_step`.
+        """Have something done before a weight is used, after `end_step`; now if its class is not `Parameter`.
 
-        Args:
-            parameter: of class `Parameter`; of another it is done now.
-            do: what; it is done again before the next use, but for a step, where it returns false.
+        Where `do` returns false it is done again before the next use, but for a step.
         """
         if _plain_class(parameter) is nn.Parameter:
             self._add(_Wait({id(parameter): (parameter,)}, do))
@@ -353,7 +329,6 @@ def _accumulator(parameter: nn.Parameter) -> Any:
 
 
 def _hooks_of_a_copy() -> LateWeights:
-    """Hooks that have nothing to wait for."""
     return LateWeights(None, lambda _: None)
 
 
@@ -384,11 +359,9 @@ _ELEMENTS_UNUSED = frozenset(
 
 
 def _late_class(plain: Any, arrive: _Arrive) -> type:
-    """A class for weights that arrive before they are used; it looks like their own.
+    """A class for weights that arrive before they are used; it looks like their own, `plain`.
 
-    Args:
-        plain: their own: `Parameter`, or those of a `DTensor` and its rows.
-        arrive: makes a tensor that has this class the plain one that it would be; false where it is not one yet.
+    `arrive` makes a tensor that has this class the plain one that it would be; false where it is not one yet.
     """
 
     class Late(plain):  # type: ignore[misc]
@@ -440,10 +413,6 @@ def _rows_that_arrive(rows: Any, arrive: _Arrive) -> property:
 
     They may go on to what knows nothing of torch functions (`set_`, C++ code), or be asked for their class, as FSDP2
     does when a state is loaded: it would give rows of another class other memory.
-
-    Args:
-        rows: the descriptor of the class that has them.
-        arrive: makes a tensor the plain one that it would be.
     """
 
     def get(whole: Any) -> Any:

@@ -92,14 +92,9 @@ def plan_order(parameters: Sequence[nn.Parameter], module: nn.Module | None) -> 
 
 
 def require_owner(module: nn.Module | None, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse a module that is another model's, or none: names, order and late waits would not be of these parameters.
+    """Refuse a module that is another model's, or none: names, order and late waits would be of other parameters.
 
-    Args:
-        module: as it was given; some parameters may lie outside it.
-        parameters: of an optimizer.
-
-    Raises:
-        ConfigError: it holds none of them.
+    Raises ConfigError if it holds none of them; some may lie outside it.
     """
     if module is None:
         return
@@ -153,9 +148,7 @@ class _Buckets:
 def bucket_limit(bucket_bytes: int, model_bytes: int) -> int:
     """Most bytes of a step's deferred gradients in a bucket: small models have several buckets, too.
 
-    Args:
-        bucket_bytes: the knob.
-        model_bytes: of all weights that are trained and have columns.
+    `model_bytes` are those of all weights that are trained and have columns.
     """
     return min(bucket_bytes, max(LEAST_BUCKET_BYTES, model_bytes // BUCKETS_A_MODEL))
 
@@ -170,10 +163,7 @@ def plan_model(parameters: Iterable[nn.Parameter], config: ZenFlowConfig, transp
     buckets, and with these every due step, are those of the whole parameters, as on one rank: they may cross units of
     FSDP2, and are then sent with the second of these.
 
-    Args:
-        parameters: in forward order.
-        config: `topk_ratio`, `offload_ratio` and `bucket_bytes` are used.
-        transposed: ids of the parameters that are stored [columns, rows].
+    `parameters` are in forward order; `transposed` has ids of those that are stored [columns, rows].
     """
     parameters = list(parameters)
     shapes = [_matrix_shape(parameter, id(parameter) in transposed) for parameter in parameters]

@@ -71,12 +71,7 @@ class Ledger:
             self._on_host[name] += found
 
     def balance(self, name: str, pending: int) -> Balance:
-        """A parameter's account; waits for the device.
-
-        Args:
-            name: the parameter's.
-            pending: mass of its logged gradients.
-        """
+        """A parameter's account, where `pending` is the mass of its logged gradients; waits for the device."""
         produced, applied = self.totals(name)
         return Balance(produced, applied, pending % _MODULUS)
 

@@ -28,11 +28,7 @@ _living: weakref.WeakSet[ZenFlowOptimizer] = weakref.WeakSet()
 
 
 class LastSave:
-    """Whether what the script saved of a model after the last step lacks updates that were pending then.
-
-    Args:
-        training: of the model.
-    """
+    """Whether what the script saved of a model after the last step lacks updates that were pending then."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -60,11 +56,7 @@ class LastSave:
             self._count(-1)
 
     def warn(self, advice: str) -> None:
-        """Say so at the training's end, on one rank.
-
-        Args:
-            advice: what to call.
-        """
+        """Say so at the training's end, on one rank; `advice` says what to call."""
         step, ranks = self._training.clock.step, self._training.runtime.ranks
         if self._lacking > 0 and self._step == step != self._whole and (ranks is None or ranks.rank == 0):
             _logger.warning(
@@ -79,11 +71,7 @@ class LastSave:
 
 
 def add(optimizer: ZenFlowOptimizer) -> None:
-    """Remember one, which is not kept alive.
-
-    Args:
-        optimizer: that trains.
-    """
+    """Remember one, which is not kept alive."""
     _register()
     _living.add(optimizer)
 
@@ -94,11 +82,7 @@ def all_training() -> list[ZenFlowOptimizer]:
 
 
 def take_over(taking: ZenFlowOptimizer) -> None:
-    """Close other optimizers that train the same parameters: two would each send the gradients away.
-
-    Args:
-        taking: goes on training them.
-    """
+    """Close other optimizers that train the same parameters: two would each send the gradients away."""
     mine = {id(parameter) for group in taking.param_groups for parameter in group["params"]}
     for other in all_training():
         if any(id(p) in mine for group in other.param_groups for p in group["params"]):

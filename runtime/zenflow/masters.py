@@ -13,25 +13,14 @@ from zenflow.state import reread
 
 
 class InitialMasters:
-    """What was given, until the parameters' state begins.
-
-    Args:
-        ranks: all begin with what rank 0 was given.
-    """
+    """What was given (with several ranks, to rank 0), until the parameters' state begins."""
 
     def __init__(self, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self._given: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
 
     def give(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Keep them.
-
-        Args:
-            masters: fp32, in their parameters' shapes, on any device.
-
-        Raises:
-            ConfigError: a tensor has another shape than its parameter.
-        """
+        """Keep masters, fp32 in their parameters' shapes, on any device; raises ConfigError for other ones."""
         for parameter, master in masters.items():
             if master.shape != parameter.shape or master.dtype != torch.float32:
                 raise ConfigError(
@@ -41,11 +30,7 @@ class InitialMasters:
         self._given |= {id(parameter): (parameter, master) for parameter, master in masters.items()}
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The values that a parameter's masters begin with, in its shape; what was given for it is let go.
-
-        Args:
-            parameter: on its device.
-        """
+        """The values that a parameter's masters begin with, in its shape; what was given for it is let go."""
         weights = parameter.detach()
         _, given = self._given.pop(id(parameter), (None, None))
         if given is None:
@@ -62,5 +47,4 @@ class InitialMasters:
         return weights.float() if given is None else reread(given.to(weights.device), weights)
 
     def drop(self) -> None:
-        """Let all of it go."""
         self._given.clear()

@@ -39,8 +39,7 @@ class ModelState:
     """Owns the weights of one optimizer and the windows that are in flight."""
 
     def __init__(self, runtime: Runtime, module: nn.Module | None) -> None:
-        self.weights: list[WeightState] = []
-        """In plan order."""
+        self.weights: list[WeightState] = []  # in plan order
         self.windows = Windows(runtime, self.weights)
         self._runtime = runtime
         self._module = module
@@ -78,13 +77,8 @@ class ModelState:
     def split(self, groups: Groups, config: ZenFlowConfig) -> Split:
         """How the parameters would be split; changes nothing.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            config: the knobs.
-
-        Raises:
-            UnsupportedError: a parameter that is not frozen is on another device than at the beginning, or one was
-                sharded since.
+        Raises UnsupportedError if a parameter that is not frozen is on another device than at the beginning, or one was
+        sharded since.
         """
         ordered = plan_order([parameter for group in groups for parameter in group["params"]], self._module)
         require_whole(ordered)
@@ -98,12 +92,7 @@ class ModelState:
         return Split(ordered, plan_model(ordered, config, conv1d_weights(self._module)))
 
     def moving(self, groups: Groups, config: ZenFlowConfig) -> list[WeightState]:
-        """The weights of which other knobs would move columns.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            config: the knobs.
-        """
+        """The weights of which other knobs would move columns."""
         return self._differing(self.split(groups, config))
 
     def _differing(self, split: Split) -> list[WeightState]:
@@ -111,15 +100,9 @@ class ModelState:
         return [weight for weight in self.weights if not weight.plan.same_split(plans[id(weight.parameter)])]
 
     def take(self, split: Split, groups: Groups) -> None:
-        """Split the parameters, or split them anew; nothing may be in flight.
+        """Split the parameters as `split` gave it, or split them anew; nothing may be in flight.
 
-        Args:
-            split: what `split` gave.
-            groups: the optimizer's parameter groups.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
+        Raises MemoryError if the host has less memory, HostEngineError if its engine has failed.
         """
         plans = self._plans_by_parameter(split)
         self.windows.buckets = split.plan.buckets
@@ -140,12 +123,8 @@ class ModelState:
     def take_outside_writes(self, *, restored: bool = True) -> None:
         """Follow what others wrote to the weights since `watch`, and notice nothing more.
 
-        Args:
-            restored: also where a weight's state was restored and it may be loaded itself.
-
-        Raises:
-            UnsupportedError: a parameter has another form than when its training began.
-            HostEngineError: host work failed.
+        `restored`: also where a weight's state was restored and it may be loaded itself. Raises UnsupportedError if a
+        parameter has another form than when its training began, HostEngineError if host work failed.
         """
         # All ends first: weights that share memory are noticed together.
         for weight, write in [(weight, weight.end_watch()) for weight in self.weights]:
@@ -190,7 +169,6 @@ class ModelState:
 
 
 def _memory(parameter: nn.Parameter) -> int:
-    """Where it lies."""
     try:
         return parameter.untyped_storage().data_ptr()
     except RuntimeError:  # a wrapper without memory, as some quantized weights are

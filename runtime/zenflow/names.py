@@ -19,12 +19,9 @@ _LEAST_LETTERS = 3
 
 
 def near_names(name: str, names: Iterable[str], likeness: float = LIKENESS) -> list[str]:
-    """At most three names that may have been meant, the nearest first; case and hyphens do not count.
+    """At most three of `names` that may have been meant, the nearest first; case and hyphens do not count.
 
-    Args:
-        name: that is not among `names`.
-        names: that are known.
-        likeness: from 0 to 1, that one needs to be meant; up to `LIKENESS` names that begin so are meant, too.
+    `likeness`, from 0 to 1, is what one needs to be meant; up to `LIKENESS` names that begin so are meant, too.
     """
     plain, given = {_plain(one): one for one in names}, _plain(name)
     found = difflib.get_close_matches(given, plain, n=_MOST, cutoff=likeness)
@@ -34,28 +31,13 @@ def near_names(name: str, names: Iterable[str], likeness: float = LIKENESS) -> l
 
 
 def did_you_mean(name: object, names: Iterable[str], likeness: float = LIKENESS) -> str:
-    """The end of a sentence about a name that nobody knows, or a value: "; did you mean topk_ratio".
-
-    Args:
-        name: that is not among `names`; nothing is near what is no string.
-        names: that are known.
-        likeness: from 0 to 1, that one needs to be meant.
-
-    Returns:
-        With the nearest, and what is about as near; "" where nothing is near.
-    """
+    """The end of a sentence about an unknown name or value: "; did you mean topk_ratio"; "" where none is near."""
     meant = nearest(name, names, likeness) if isinstance(name, str) else ""
     return f"; did you mean {meant}" if meant else ""
 
 
 def nearest(name: str, names: Iterable[str], likeness: float = LIKENESS) -> str:
-    """The names that may have been meant, as a choice: "topk_ratio or auto_ratio"; "" where nothing is near.
-
-    Args:
-        name: that is not among `names`.
-        names: that are known.
-        likeness: from 0 to 1, that one needs to be meant.
-    """
+    """The names that may have been meant, as a choice: "topk_ratio or auto_ratio"; "" where nothing is near."""
     near = near_names(name, names, likeness)
     best = _likeness(name, near[0]) if near else 0.0
     return " or ".join(one for one in near if _likeness(name, one) >= best - _AS_NEAR)
@@ -64,10 +46,7 @@ def nearest(name: str, names: Iterable[str], likeness: float = LIKENESS) -> str:
 def unread_variables(environment: Mapping[str, str], prefix: str, known: Iterable[str]) -> Iterator[str]:
     """A sentence for each environment variable that nobody reads and whose name is near that of one that is read.
 
-    Args:
-        environment: in which they are set.
-        prefix: with which their names begin, such as "ZENFLOW_".
-        known: names of those that are read.
+    Their names begin with `prefix`, such as "ZENFLOW_".
     """
     ends = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
     for name in environment:

@@ -46,7 +46,6 @@ class ZenFlowOptimizer(Optimizer):
             frozen may be of any dtype and anywhere: it is ignored until it is thawed, and must be of such a dtype and
             there once it has a gradient.
         defaults: the rule's hyperparameters, for groups that do not set their own.
-        rule: the update rule.
         config: the knobs; None takes the defaults. For weights that FSDP2 keeps on the host (`CPUOffloadPolicy`)
             `topk_ratio` has to be 0; None then has it 0, and updates one step late.
         module: the model that owns the parameters. Gives names, finds transformers' `Conv1D`, and lets a wait for a
@@ -128,12 +127,7 @@ class ZenFlowOptimizer(Optimizer):
         return self._own.shards is not None and self._own.shards.keeps_whole
 
     def own_rows(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """What this rank has state of, of a parameter's values: all, or some rows.
-
-        Args:
-            parameter: one of this optimizer's.
-            values: all of them, or a DTensor.
-        """
+        """What this rank has state of, of a parameter's `values` (all of them, or a DTensor): all, or some rows."""
         return values if self._own.shards is None else self._own.shards.own(parameter, values)
 
     @property
@@ -160,7 +154,7 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def _training(self) -> Training:
-        """What trains. UnsupportedError: in a forked child."""
+        """Raises UnsupportedError in a forked child."""
         self._process.require()
         self._follow_sharding()
         return self._own
@@ -223,9 +217,8 @@ class ZenFlowOptimizer(Optimizer):
         """Begin with fp32 values of parameters that were rounded since; before the first step.
 
         Args:
-            masters: of some parameters, in their shapes, on any device; kept until the first step reads them. Elements
-                that do not round to what the parameter holds then are ignored. Of sharded ones DTensors, or the rows of
-                this rank.
+            masters: of some parameters, in their shapes, on any device; kept until the first step. Elements that do not
+                round to what the parameter holds then are ignored. Of sharded ones DTensors, or the rows of this rank.
 
         Raises:
             ConfigError: a step was taken, or a tensor has another shape than its parameter.
@@ -293,9 +286,6 @@ class ZenFlowOptimizer(Optimizer):
         The saved knobs go on, those set while it trained included. Live knobs in which this optimizer was constructed
         otherwise than the saved one are taken up as by `set_knobs`.
 
-        Args:
-            state_dict: what `state_dict()` returned.
-
         Raises:
             CheckpointError: it is truncated or not of this optimizer. As with the others, nothing has changed then.
             ConfigError: a hyperparameter or a combination of knobs is not allowed.
@@ -359,9 +349,6 @@ class ZenFlowOptimizer(Optimizer):
         Gradients of the open window are not in it. Those of a closed one are, though its weights may still be on
         their way to the device. Waits for the host work that was submitted.
 
-        Args:
-            parameter: one of this optimizer's.
-
         Returns:
             fp32 "master" and the rule's moments by torch's names, as they begin where there was no update yet, of
             sharded parameters DTensors; "step", 0-dim fp32: the updates of the columns that had most, 0 on a rank
@@ -381,7 +368,6 @@ class ZenFlowOptimizer(Optimizer):
         visible at once.
 
         Args:
-            parameter: one of this optimizer's.
             name: "master", or a moment by torch's name.
             value: as many elements as the parameter has, in any dtype, on any device; is copied. Of a sharded one a
                 DTensor, or the rows of this rank.
@@ -505,11 +491,9 @@ class ZenFlowOptimizer(Optimizer):
         return self._training.history
 
     def history(self, *, wait: bool = False, after: int = 0) -> list[StepStats]:
-        """The last steps that could be resolved, oldest first (4096 at most).
+        """The last steps that could be resolved, oldest first (4096 at most), with a number above `after`.
 
-        Args:
-            wait: wait for the device, so that the newest step is among them.
-            after: only the steps with a higher number than this.
+        With `wait` it waits for the device, so that the newest step is among them.
         """
         return self._training.history.steps(wait=wait, after=after)
 

@@ -32,11 +32,7 @@ class Partition:
 
 
 def obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Why parameters cannot be partitioned, as the end of a sentence; None: they can.
-
-    Args:
-        parameters: of an optimizer; those that are frozen may be anything.
-    """
+    """Why parameters cannot be partitioned, as the end of a sentence; None: they can. Frozen ones may be anything."""
     if torch_version() < LEAST_TORCH:
         return f"torch is {torch.__version__}, and {'.'.join(map(str, LEAST_TORCH))} or newer is needed"
     for parameter in parameters:
@@ -48,12 +44,7 @@ def obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
 def shards_of(parameters: Sequence[nn.Parameter], partition: Partition | None) -> Shards | None:
     """The rows that this rank works on; None where it works on whole parameters.
 
-    Args:
-        parameters: all of an optimizer's.
-        partition: how whole parameters are shared out; None: each rank has the state of all.
-
-    Raises:
-        UnsupportedError: they are sharded in a way that is not allowed, or cannot be partitioned.
+    Raises UnsupportedError if they are sharded in a way that is not allowed, or cannot be partitioned.
     """
     found = Shards.of(parameters)
     if found is not None or partition is None or not several_ranks():
@@ -80,12 +71,7 @@ class OwnRows(Rows):
     _gradient: torch.Tensor | None
 
     def __new__(cls, parameter: nn.Parameter, mesh: DeviceMesh) -> OwnRows:
-        """Take the rows of this rank.
-
-        Args:
-            parameter: the model's, of one dimension or more.
-            mesh: of all ranks.
-        """
+        """Take the rows of this rank, of a parameter of one dimension or more."""
         from torch.distributed.tensor import DTensor, Shard
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -98,7 +84,6 @@ class OwnRows(Rows):
 
     @property
     def model_parameter(self) -> nn.Parameter:
-        """The one whose rows they are."""
         return self._model
 
     @property
@@ -112,7 +97,6 @@ class OwnRows(Rows):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the parameter is trained."""
         return self._model.requires_grad
 
     def follow(self) -> None:
@@ -122,22 +106,13 @@ class OwnRows(Rows):
         super().follow()
 
     def add_gradient(self, rows: torch.Tensor) -> None:
-        """Add to the gradient.
-
-        Args:
-            rows: in this tensor's shape, in any dtype.
-        """
+        """Add rows in this tensor's shape, in any dtype, to the gradient."""
         rows = rows.to(self.dtype)
         self._gradient = rows if self._gradient is None else self._gradient + rows
 
 
 class Partitioned(Shards):
-    """This rank's rows of parameters that all ranks have whole.
-
-    Args:
-        mesh: of all ranks.
-        partition: how they are shared out.
-    """
+    """This rank's rows of parameters that all ranks have whole."""
 
     keeps_whole = True
 
@@ -146,14 +121,6 @@ class Partitioned(Shards):
         self._partition = partition
 
     def require(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse what cannot be partitioned.
-
-        Args:
-            parameters: of the optimizer.
-
-        Raises:
-            UnsupportedError: one cannot be.
-        """
         _require(parameters)
 
     def rows(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -176,14 +143,7 @@ class Partitioned(Shards):
     def reduce(self, ranks: Ranks, device: Device) -> None:
         """Add each `.grad` of the parameters, averaged over the ranks, to that of the rows, and let go of it.
 
-        A rank without a gradient that another one has takes part with zeros.
-
-        Args:
-            ranks: all of them, which call this.
-            device: of this rank; told of what is waited for.
-
-        Raises:
-            UnsupportedError: a gradient is sparse, on one rank at least.
+        A rank without a gradient that another one has takes part with zeros; UnsupportedError: one is sparse.
         """
         rows = self._trained
         parameters = [one.model_parameter for one in rows]
@@ -209,12 +169,6 @@ class Partitioned(Shards):
             one.finish()
 
     def gather(self, ranks: Ranks, device: Device) -> None:
-        """Make the parameters whole, with the rows of all ranks.
-
-        Args:
-            ranks: all of them, which call this.
-            device: of this rank; told of what is waited for.
-        """
         rows = {id(one.model_parameter): one for one in self._trained}
         ahead: list[_Gather] = []
         for bucket in buckets([one.model_parameter for one in rows.values()], ranks.bucket_bytes):
@@ -226,12 +180,7 @@ class Partitioned(Shards):
             one.finish()
 
     def give(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """Write what all ranks were given into the rows of the others; nothing is sent.
-
-        Args:
-            parameter: the model's.
-            values: as many elements as it has.
-        """
+        """Write what all ranks were given into the rows of the others; nothing is sent."""
         if hasattr(values, "to_local"):  # a rank that has its rows alone
             return
         mine = self._mesh.get_local_rank()
@@ -241,12 +190,6 @@ class Partitioned(Shards):
                 own.copy_(given)
 
     def own(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of values that are whole or a DTensor.
-
-        Args:
-            parameter: the model's.
-            values: of all of it, or of the rows of this rank.
-        """
         if hasattr(values, "to_local"):
             return super().own(parameter, values)
         whole = parameter.dim() and values.numel() == parameter.numel()
@@ -267,12 +210,7 @@ def _named(collective: str, before: str) -> Any:
 
 
 class _Layout:
-    """Where the rows of all ranks lie in a bucket: [ranks, elements of a rank], the last ranks' padded.
-
-    Args:
-        rows: of one dtype.
-        mesh: of all ranks.
-    """
+    """Where the rows of all ranks lie in a bucket: [ranks, elements of a rank], the last ranks' padded."""
 
     def __init__(self, rows: Sequence[OwnRows], mesh: DeviceMesh) -> None:
         self.rows = rows
@@ -286,15 +224,7 @@ class _Layout:
         return sum(self.lengths)
 
     def parts(self, buffer: torch.Tensor, rank: int) -> Iterable[tuple[OwnRows, torch.Tensor]]:
-        """What is there of the rows of a rank, one parameter after the other.
-
-        Args:
-            buffer: [elements of a rank].
-            rank: whose they are.
-
-        Yields:
-            The rows of this rank, and [elements] of those of that one.
-        """
+        """By parameter, the rows of this rank, and what `buffer`, [elements of a rank], has of those of `rank`."""
         for one, part in zip(self.rows, buffer.split(self.lengths), strict=True):
             yield one, part[: rows_of(one.model_parameter.detach(), rank, self.ranks).numel()]
 
@@ -321,7 +251,6 @@ class _Reduction:
         self._handle = _named("reduce_scatter", "tensor")(self._mine, sent.view(-1), async_op=True)
 
     def finish(self) -> None:
-        """Wait for it, and add to the gradients."""
         self._handle.wait()
         del self._sent
         if not self._before:
@@ -343,7 +272,6 @@ class _Gather:
         self._handle = _named("all_gather", "into_tensor")(self._all.view(-1), self._mine, async_op=True)
 
     def finish(self) -> None:
-        """Wait for it, and write the rows of the others."""
         self._handle.wait()
         layout = self._layout
         for rank in range(layout.ranks):

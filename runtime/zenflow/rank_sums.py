@@ -26,10 +26,8 @@ class _Told(NamedTuple):
     """[1 + weights + 2] fp32: ranks that failed, ranks with a gradient of each weight, how far a step moved theirs."""
     transfer: Transfer
     names: list[str]
-    record: StepRecord | None
-    """Of the step that moved them, the one before; None: there is none."""
-    error: Exception | None
-    """What this rank has told the others."""
+    record: StepRecord | None  # of the step that moved them, the one before; None: there is none
+    error: Exception | None  # what this rank has told the others
 
 
 class RankSums:
@@ -38,10 +36,6 @@ class RankSums:
     Importance, norms, coverage and Zen-auto come from the energies of whole columns, so all ranks choose alike. What a
     rank could not do does not leave the others in a collective: it takes part in one more, by which the step is skipped
     on all ranks, on the device, and all raise at the beginning of the step after that.
-
-    Args:
-        runtime: shared by all weights.
-        shards: the rows of this rank.
     """
 
     def __init__(self, runtime: Runtime, shards: Shards) -> None:
@@ -67,16 +61,11 @@ class RankSums:
     def take(
         self, weights: Sequence[WeightState], live: Sequence[Gradient], step: int, found_inf: torch.Tensor | None
     ) -> torch.Tensor:
-        """Give each gradient the energies of its whole columns.
+        """Give each gradient of the step (none where this rank has failed) the energies of its whole columns.
 
-        Args:
-            weights: all, in plan order, which is the same on all ranks.
-            live: this rank's gradients of the step; none where it has failed.
-            step: its number.
-            found_inf: of one element, not 0 where this rank wants the step skipped; None: it does not.
-
-        Returns:
-            0-dim bool on the device: whether the step has to be skipped, on all ranks alike.
+        `weights` are all, in plan order, which is the same on all ranks; `found_inf` is not 0 where this rank wants the
+        step skipped (None: it does not). Returns 0-dim bool on the device: whether the step has to be skipped, on all
+        ranks alike.
         """
         device = self._runtime.device
         gradients = {gradient.weight: gradient for gradient in live}
@@ -106,19 +95,15 @@ class RankSums:
     def end_step(self, record: StepRecord) -> None:
         """Tell the others in the next step how far this one moved the rows here; all have the sum in the one after.
 
-        Args:
-            record: of this step; says nothing of movement until then.
+        `record` is of this step, and says nothing of movement until then.
         """
         self._before, record.moved = (record, record.moved or Moved()), None
 
     def require_well(self, *, alone: bool = False) -> None:
         """Refuse to go on after a step that a rank could not take; waits for what the ranks said.
 
-        Args:
-            alone: the others are not waiting for this rank, which may raise what they do not know yet.
-
-        Raises:
-            RankError: another rank failed, or has gradients of other parameters; where this one failed, its own error.
+        `alone`: the others are not waiting for this rank, which may raise what they do not know yet. Raises RankError
+        if another rank failed, or has gradients of other parameters; its own error where this one failed.
         """
         if alone and self.error is not None:
             raise self.error

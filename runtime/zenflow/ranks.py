@@ -33,10 +33,8 @@ def several_ranks() -> bool:
 class Ranks:
     """The ranks of torch.distributed's default group; every method is to be called by all of them.
 
-    Args:
-        bucket_bytes: gradients are reduced together up to this size.
-        reduces: whether gradients are averaged here; else somebody else has done it.
-        sharded: whether each rank has state of its own rows, instead of all having the same.
+    `reduces`: gradients are averaged here, together up to `bucket_bytes`; else somebody else has done it. `sharded`:
+    each rank has state of its own rows, instead of all having the same.
     """
 
     def __init__(self, bucket_bytes: int, *, reduces: bool, sharded: bool) -> None:
@@ -44,9 +42,7 @@ class Ranks:
         self.reduces = reduces
         self.sharded = sharded
         self.size = distributed.get_world_size()
-        """How many there are."""
         self.rank = distributed.get_rank()
-        """This one's."""
         self.bucket_bytes = bucket_bytes
         self._looked = False  # for somebody else who averages
         # What the host decides on must not wait for the device.
@@ -57,23 +53,14 @@ class Ranks:
 
     @classmethod
     def of(cls, config: ZenFlowConfig, shards: Shards | None = None) -> Ranks | None:
-        """The ranks of this process; None where it is alone.
-
-        Args:
-            config: the knobs.
-            shards: the rows of this one; None: each has all of them.
-        """
+        """The ranks of this process; None where it is alone. `shards`: the rows of this one; None: it has all."""
         if not several_ranks():
             return None
         reduces = config.reduce_gradients and (shards is None or shards.keeps_whole)
         return cls(config.bucket_bytes, reduces=reduces, sharded=shards is not None)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with that of rank 0.
-
-        Args:
-            tensor: on the device that the ranks communicate from.
-        """
+        """Overwrite a tensor, on the device that the ranks communicate from, with that of rank 0."""
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
         torch.distributed.broadcast(whole, 0)
         if whole is not tensor:
@@ -82,12 +69,7 @@ class Ranks:
     def share(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         """Begin with the weights of rank 0 everywhere, unless each has its own; what could not be trained stays.
 
-        Args:
-            parameters: the model's, in the same order on all ranks.
-            device: that the ranks communicate from.
-
-        Raises:
-            UnsupportedError: the ranks have other parameters.
+        Raises UnsupportedError if the ranks' parameters differ, or their order.
         """
         text = repr([(tuple(one.shape), str(one.dtype), one.requires_grad) for one in parameters])
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
@@ -98,50 +80,29 @@ class Ranks:
                 self.broadcast(parameter.detach())
 
     def cpus(self, numa_node: int | None) -> tuple[int, ...] | None:
-        """The CPUs that this rank's host threads may use, where other ranks of this machine would pick the same ones.
+        """One CPU of each physical core that is left to this rank's host threads; None: all its affinity allows.
 
-        Args:
-            numa_node: that this rank's device is attached to.
-
-        Returns:
-            Of each physical core one; None: all that its affinity allows.
+        Cores are dealt where other ranks of this machine would pick the same ones; `numa_node` is that of this rank's
+        device.
         """
         return dealt_cpus(self.everybodys(CpuClaim.of_process(numa_node)), self.rank)
 
     def everybodys(self, mine: _Found) -> list[_Found]:
-        """What each rank has, by rank.
-
-        Args:
-            mine: this rank's; can be pickled.
-        """
+        """What each rank has, by rank; `mine` can be pickled."""
         found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, mine, group=self._host)
         return found
 
     def least(self, value: int, device: torch.device) -> int:
-        """The least of all ranks' values.
-
-        Args:
-            value: this rank's.
-            device: that the ranks communicate from.
-        """
+        """The least of all ranks' values; `device` is the one that the ranks communicate from."""
         asked = torch.tensor([value], dtype=torch.int64, device="cpu" if self._on_host else device)
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MIN, group=self._host)
         return int(asked)
 
     def together(self, error: BaseException | None, device: torch.device, value: int = 1) -> int:
-        """Fail on every rank where one has failed, so that none goes on alone.
+        """Fail on every rank where one has failed, so that none goes on alone; else the least of the ranks' values.
 
-        Args:
-            error: this rank's; None: it has not failed.
-            device: that the ranks communicate from.
-            value: this rank's, at least 1.
-
-        Returns:
-            The least of the ranks' values.
-
-        Raises:
-            RankError: another rank has failed; where this one has, its own error.
+        Raises `error`, this rank's, or RankError where another one has failed. `value` is at least 1.
         """
         least = self.least(0 if error else value, device)
         if error is not None:
@@ -151,11 +112,9 @@ class Ranks:
         return least
 
     def any(self, flag: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """Whether a flag is set on any rank; stays on the device.
+        """Whether a flag (of one element, not 0 where it is set) is set on any rank; stays on the device.
 
-        Args:
-            flag: of one element, not 0 where it is set; None, on all ranks alike: there is none.
-            device: that the ranks communicate from.
+        None, on all ranks alike: there is no flag.
         """
         if flag is None:
             return None
@@ -164,34 +123,19 @@ class Ranks:
         return common.reshape(())
 
     def add_up(self, values: torch.Tensor, device: Device) -> None:
-        """Replace values by their sum over the ranks.
-
-        Args:
-            values: on the device, of the same size on all ranks.
-            device: of this rank; told of what is waited for.
-        """
+        """Replace values on the device, of the same size on all ranks, by their sum over them."""
         device.meet(values.nbytes, self.size, self.latest)
         torch.distributed.all_reduce(values, group=self._host if values.device.type == "cpu" else None)
 
     def latest(self, value: float) -> float:
-        """The greatest of all ranks' values.
-
-        Args:
-            value: this rank's.
-        """
+        """The greatest of all ranks' values."""
         return latest(value, self._host)
 
     def reduce(self, parameters: Iterable[nn.Parameter], device: Device) -> None:
-        """Replace each `.grad` by its mean over the ranks, in its own dtype; means that nobody has touched since stay.
+        """Replace each `.grad` by its mean over the ranks, in its own dtype; means not touched since stay.
 
-        A rank without a gradient that another one has takes part with zeros.
-
-        Args:
-            parameters: in the same order on all ranks.
-            device: of this rank; told of what is waited for.
-
-        Raises:
-            UnsupportedError: a gradient is sparse.
+        A rank without a gradient that another one has takes part with zeros; all have `parameters` in the same order.
+        Raises UnsupportedError if a gradient is sparse.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if not self.averages(trained) or not trained:
@@ -221,23 +165,15 @@ class Ranks:
         )
 
     def averages(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether gradients are averaged here: nobody else does it.
-
-        Args:
-            parameters: that are trained.
-        """
+        """Whether gradients of the trained parameters are averaged here: nobody else does it."""
         if self.reduces and not self._looked:
             self.reduces, self._looked = not _averaged_by_ddp(parameters), True
         return self.reduces
 
     def with_gradient(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that have a gradient on any rank.
+        """Those that have a gradient on any rank, of parameters in the same order on all.
 
-        Args:
-            parameters: in the same order on all ranks.
-
-        Raises:
-            UnsupportedError: one is sparse, on one rank at least.
+        Raises UnsupportedError if one is sparse, on one rank at least.
         """
         here = torch.tensor([_kind(parameter) for parameter in parameters], dtype=torch.uint8, device="cpu")
         anywhere = here if self._on_host or not parameters else here.to(parameters[0].device)
@@ -248,10 +184,7 @@ class Ranks:
 
 
 def _averaged_by_ddp(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether DistributedDataParallel averages all of them during backward.
-
-    It leaves no mark on a parameter, so its instances are looked for, once.
-    """
+    """Whether DistributedDataParallel averages all of them; it leaves no mark on them: its instances are found."""
     ddp = nn.parallel.DistributedDataParallel
     wrapped = [one for one in gc.get_objects() if ddp in type(one).__mro__]  # issubclass() of an ABC is slow
     averaged = {id(parameter) for one in wrapped for parameter in one.module.parameters()}
@@ -259,12 +192,7 @@ def _averaged_by_ddp(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def latest(value: float, group: Any = None) -> float:
-    """The greatest of all ranks' values.
-
-    Args:
-        value: this rank's.
-        group: one of gloo; None: the default group is.
-    """
+    """The greatest of all ranks' values. `group`: one of gloo; None: the default group is."""
     asked = torch.tensor([value], dtype=torch.float64, device="cpu")
     torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX, group=group)
     return float(asked)
@@ -283,12 +211,7 @@ def _kind(parameter: nn.Parameter) -> int:
 
 
 def buckets(gradients: Iterable[_Tensor], most_bytes: int) -> Iterator[list[_Tensor]]:
-    """Tensors in order; each bucket of one dtype, and of one tensor where that is larger than a bucket.
-
-    Args:
-        gradients: or weights.
-        most_bytes: of a bucket.
-    """
+    """Tensors in order; each bucket of one dtype, and of one tensor where that is larger than a bucket."""
     bucket: list[_Tensor] = []
     nbytes = 0
     for gradient in gradients:
@@ -316,7 +239,6 @@ class _Sum:
         self._handle = torch.distributed.all_reduce(self._flat, async_op=True)
 
     def finish(self) -> None:
-        """Wait for it, and write the gradients."""
         self._handle.wait()
         if not self._before:
             self._flat.div_(self._ranks)

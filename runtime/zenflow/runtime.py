@@ -40,15 +40,13 @@ class Runtime:
     memory: HostMemory
     log: GradientLog
     buckets: Buckets
-    room: StagingRoom
-    """For what is on its way to the host."""
+    room: StagingRoom  # for what is on its way to the host
     kernels: Kernels
     rule: Rule
     deferred_update: str
     cores: HostCores
     """Where the host engine's threads run, and why."""
-    ranks: Ranks | None
-    """Those that train the same model; None where there is one."""
+    ranks: Ranks | None  # that train the same model; None where there is one
     masters: InitialMasters
     cpus: tuple[int, ...] | None
     """Those that are this rank's share of the node; None: all that are allowed."""
@@ -72,12 +70,7 @@ class Runtime:
         return self.device.send(index)
 
     def host_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
-        """Host memory that a split takes.
-
-        Args:
-            weights: plan and dtype of each parameter that is trained.
-            update_interval: S.
-        """
+        """Host memory in bytes that a split takes, given plan and dtype of each parameter that is trained."""
         state_bytes = 0
         for weight, dtype in weights:
             elements = weight.deferred * weight.rows
@@ -95,16 +88,8 @@ class Runtime:
     def require_host_bytes(self, needs: Sequence[int], what: str, advice: str) -> int:
         """Refuse what would not fit, on all ranks where it would not on one node; to be called before any allocates.
 
-        Args:
-            needs: bytes that this rank may be about to allocate, the best first.
-            what: who needs them; the subject of the sentence.
-            advice: what to lower; ends the sentence.
-
-        Returns:
-            The number of the first that fits on all ranks.
-
-        Raises:
-            HostMemoryError: none does.
+        Returns the number of the first of `needs` (bytes, the best first) that fits on all ranks; raises
+        HostMemoryError if none does. `what` is the subject of the sentence and `advice` its end.
         """
         try:
             return first_fitting(self._claims(needs), what, advice)
@@ -117,17 +102,9 @@ class Runtime:
         return [mine] if self.ranks is None else self.ranks.everybodys(mine)
 
     def fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> ZenFlowConfig:
-        """Refuse a split whose host memory does not fit, before any of it is allocated.
+        """Refuse a split whose host memory does not fit, before any of it is allocated; the knobs to go on with.
 
-        Args:
-            config: the knobs.
-            weights: plan and dtype of each parameter that is trained.
-
-        Returns:
-            The knobs; "auto" windows are as short as the log has to be to fit.
-
-        Raises:
-            HostMemoryError: naming the bytes that are needed and available; on all ranks.
+        Among them "auto" windows are as short as the log has to be to fit. Raises HostMemoryError on all ranks.
         """
         lengths = range(config.longest_window, 0, -1) if config.update_interval == "auto" else [config.longest_window]
         longest = lengths[
@@ -147,18 +124,10 @@ class Runtime:
 def make_runtime(
     device: Device, rule: Rule, config: ZenFlowConfig, history: History, ranks: Ranks | None = None
 ) -> Runtime:
-    """Start the host engine for a device.
+    """Start the host engine for a device, with resolved knobs.
 
-    Args:
-        device: the accelerator.
-        rule: the update rule.
-        config: resolved knobs.
-        history: receives the waits for host memory and for the link.
-        ranks: that train the same model.
-
-    Raises:
-        ConfigError: `$ZENFLOW_NATIVE` or `$ZENFLOW_KERNELS` has a value that is not allowed.
-        HostEngineError: the engine could not be started.
+    Raises ConfigError if `$ZENFLOW_NATIVE` or `$ZENFLOW_KERNELS` has a value that is not allowed, HostEngineError if
+    the engine could not be started.
     """
     cpus = None if ranks is None else ranks.cpus(device.numa_node())
     cores = host_cores(

@@ -12,11 +12,9 @@ class StepPlan:
     """What the schedule says about one step."""
 
     step: int
-    """Number of the step, from 1."""
     window_steps: int
     """n_w so far: steps in the open window, this one included."""
     closes: bool
-    """Whether the window closes at this step."""
     synchronous: bool
     """Whether a window that closes here is applied here (warm-up, or no overlap)."""
 
@@ -37,15 +35,12 @@ class WindowClock:
 
     @property
     def window_steps(self) -> int:
-        """Steps in the open window."""
         return self._window_steps
 
     def advance(self, *, close: bool = False, at_once: bool = False) -> StepPlan:
-        """Begin the next step. A window that closes here must be ended with `close()`.
+        """Begin the next step; where `close`, its window closes in any case, and is applied in it where `at_once`.
 
-        Args:
-            close: close the window in any case.
-            at_once: apply it in this step if it closes.
+        A window that closes here must be ended with `close()`.
         """
         self._step += 1
         self._window_steps += 1
@@ -66,14 +61,8 @@ class WindowClock:
 def due_step(*, close_step: int, bucket: int, buckets: int, lag: int, window_steps: int) -> int:
     """The step after which a bucket of an overlapped window becomes visible, if no window closes before.
 
-    `e_w + 1 + floor(b * min(L, n_w) / B)`: spread over the lag, so that H2D makes no spike.
-
-    Args:
-        close_step: e_w, the step that closed the window.
-        bucket: b, from 0 to buckets - 1, in forward order.
-        buckets: B.
-        lag: L, in steps.
-        window_steps: n_w, the steps in the window.
+    `e_w + 1 + floor(b * min(L, n_w) / B)`: spread over the lag, so that H2D makes no spike. e_w is `close_step`; b,
+    from 0 to B - 1 in forward order, is the bucket, n_w the steps in the window, L the lag in steps.
     """
     return close_step + 1 + bucket * min(lag, window_steps) // buckets
 

@@ -10,28 +10,13 @@ import torch
 
 
 def ranked(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns by falling score; ties go to the lower index.
-
-    Args:
-        scores: [columns], fp32, all finite.
-
-    Returns:
-        Their scores, [columns] fp32, and their indices, [columns] int64, on the device of `scores`.
-    """
+    """Scores, [columns] fp32 and all finite, by falling value, and their indices, int64; ties go to the lower index."""
     values, indices = torch.sort(scores, descending=True, stable=True)
     return values, indices
 
 
 def top_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` greatest scores, as `ranked` has them; non-finite scores count as 0.
-
-    Args:
-        scores: [columns], fp32.
-        count: number of columns to take.
-
-    Returns:
-        [count], int64, in order of falling score, on the device of `scores`.
-    """
+    """[count] int64: indices of the greatest scores, [columns] fp32, as `ranked` has them; 0 for non-finite ones."""
     return ranked(torch.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0))[1][:count]
 
 
@@ -52,13 +37,8 @@ class SelectionChange:
 def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.Tensor) -> SelectionChange | None:
     """Pair the columns that change tier, each side in ascending order, so that every state has one free place to go.
 
-    Args:
-        selected: [n_sel] int64, the selected columns in state order.
-        slot_columns: [n_def] int64, the deferred column in each host slot.
-        wanted: [n_sel] int64, the new selection in any order.
-
-    Returns:
-        The move, or None where nothing changes. All tensors on the CPU.
+    None where nothing changes. All tensors are int64 on the CPU: `selected` columns in state order, `slot_columns` the
+    deferred one in each host slot, `wanted` the new selection in any order.
     """
     if not len(selected):
         return None
@@ -87,10 +67,8 @@ class BucketChange:
     """[m]: the same, counted from the bucket's first."""
     staying: torch.Tensor
     """[bucket's slots - m], ascending: those whose column stays."""
-    staying_rows: torch.Tensor
-    """The same, counted from the bucket's first."""
-    staying_columns: torch.Tensor
-    """Their columns."""
+    staying_rows: torch.Tensor  # the same, counted from the bucket's first
+    staying_columns: torch.Tensor  # their columns
     columns: torch.Tensor
     """[bucket's slots]: the column in each of them afterwards."""
 
@@ -98,15 +76,9 @@ class BucketChange:
 def change_of_buckets(
     change: SelectionChange, slot_columns: torch.Tensor, buckets: Sequence[range]
 ) -> list[BucketChange | None]:
-    """Tell what a change does to each bucket.
+    """Tell what a change does to each bucket, given its slots; None where none of these changes.
 
-    Args:
-        change: of one weight.
-        slot_columns: [n_def] int64 on the CPU, the column in each slot before it.
-        buckets: the slots of each.
-
-    Returns:
-        For each bucket in turn; None where none of its slots changes.
+    `slot_columns` is [n_def] int64 on the CPU, the column in each slot before it.
     """
     slots, before = change.slots.numpy(), slot_columns.numpy()
     after = before.copy()
@@ -129,10 +101,8 @@ class BucketMove:
     """A bucket's part of a change, with the columns on the device."""
 
     change: BucketChange
-    staying_columns: torch.Tensor
-    """[staying] int64."""
-    columns: torch.Tensor
-    """[bucket's slots] int64."""
+    staying_columns: torch.Tensor  # [staying] int64
+    columns: torch.Tensor  # [bucket's slots] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +110,8 @@ class Move:
     """A change of selection, with what kernels need of it on the device."""
 
     change: SelectionChange
-    places: torch.Tensor
-    """[n] int64, as the change has them."""
-    to_selected: torch.Tensor
-    """[n] int64, likewise."""
+    places: torch.Tensor  # [n] int64, as the change has them
+    to_selected: torch.Tensor  # [n] int64, likewise
     selected: torch.Tensor
     """[n_sel] int64: the selected columns afterwards, in state order."""
     buckets: Sequence[BucketMove | None]

@@ -31,21 +31,15 @@ class Rows(nn.Parameter):
     """
 
     whole: DTensor
-    """The parameter that the model has."""
 
     def __new__(cls, whole: nn.Parameter) -> Rows:
-        """Take the rows that this rank holds.
-
-        Args:
-            whole: a DTensor, of rows.
-        """
+        """Take the rows that this rank holds of a DTensor."""
         made: Rows = torch.Tensor._make_subclass(cls, _local(whole), False)
         made.whole = cast("DTensor", whole)
         return made
 
     @property
     def model_parameter(self) -> nn.Parameter:
-        """The one that the model has."""
         return cast(nn.Parameter, self.whole)
 
     @property
@@ -60,7 +54,6 @@ class Rows(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The rows of the DTensor's gradient."""
         gradient = self.whole.grad
         return None if gradient is None else _local(gradient)
 
@@ -70,37 +63,23 @@ class Rows(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the DTensor is trained."""
         return self.whole.requires_grad
 
     def of_whole(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """What belongs to this rank's rows, of something that is of all ranks': a view.
-
-        Args:
-            values: whose dimension `dim` is the first of the whole parameter.
-            dim: which.
-        """
+        """A view of what belongs to this rank's rows, of values whose dimension `dim` is the parameter's first."""
         mesh = self.whole.device_mesh
         last = mesh.ndim - 1
         return rows_of(values.transpose(0, dim), mesh.get_local_rank(last), mesh.size(last)).transpose(0, dim)
 
     def wrapped(self, rows: torch.Tensor) -> DTensor:
-        """Rows as a part of what all ranks have.
-
-        Args:
-            rows: in this tensor's shape, in any dtype, on any device; a stand-in for a gradient stays one.
-        """
+        """Rows, in this tensor's shape, as a part of what all ranks have; a stand-in stays one."""
         from torch.distributed.tensor import DTensor
 
         # As FSDP2 makes its own: `from_local` would ask a stand-in for its elements.
         return DTensor(rows, self.whole._spec, requires_grad=False)
 
     def wrapped_columns(self, columns: torch.Tensor) -> DTensor:
-        """This rank's rows of some columns as a part of what all ranks have.
-
-        Args:
-            columns: [n, *leading dimensions of this tensor] in any dtype, on any device.
-        """
+        """This rank's rows of columns, [n, *leading dimensions of this tensor], as a part of what all ranks have."""
         from torch.distributed.tensor import DTensor, Shard
 
         spec = self.whole._spec
@@ -125,13 +104,7 @@ def model_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """The rows that a rank has of a weight, as FSDP2 deals them: a view.
-
-    Args:
-        whole: of one dimension or more.
-        rank: whose they are.
-        ranks: how many share it.
-    """
+    """The rows that a rank has of a weight of one dimension or more, as FSDP2 deals them: a view."""
     parts = whole.chunk(ranks)
     return parts[rank] if rank < len(parts) else whole[:0]
 
@@ -161,10 +134,8 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 class Shards:
     """This rank's rows of all parameters of an optimizer.
 
-    Args:
-        mesh: of the ranks that hold rows of the same weights, all ranks there are; its first dimension may be one of
-            replicas (HSDP).
-        on_host: whether the rows lie on the host and the mesh is one of other devices (`CPUOffloadPolicy`).
+    `mesh` is of all ranks; its first dimension may be one of replicas (HSDP). `on_host`: the rows lie on the host, and
+    the mesh is one of other devices (`CPUOffloadPolicy`).
     """
 
     def __init__(self, mesh: Any, *, on_host: bool) -> None:
@@ -185,13 +156,9 @@ class Shards:
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> Shards | None:
-        """Those of an optimizer's parameters; None where none of them is sharded.
+        """Those of all of an optimizer's parameters; None where none of them is sharded.
 
-        Args:
-            parameters: all of the optimizer's.
-
-        Raises:
-            UnsupportedError: some are sharded and others are trained and not; or they are sharded otherwise.
+        Raises UnsupportedError if some are sharded and others are trained and not, or they are sharded otherwise.
         """
         first = next((parameter for parameter in parameters if _is_dtensor(parameter)), None)
         if first is None:
@@ -208,14 +175,7 @@ class Shards:
         return 1 if self._mesh.ndim == 1 else int(self._mesh.size(0))
 
     def require(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse what is not sharded as the others are; what is frozen may be whole.
-
-        Args:
-            parameters: of the optimizer.
-
-        Raises:
-            UnsupportedError: one is.
-        """
+        """Raise UnsupportedError for what is not sharded as the others are; what is frozen may be whole."""
         for parameter in parameters:
             if not _is_dtensor(parameter):
                 if parameter.requires_grad:
@@ -229,14 +189,9 @@ class Shards:
                 )
 
     def knobs(self, asked: ZenFlowConfig | None) -> ZenFlowConfig:
-        """The knobs to begin with.
+        """The knobs to begin with: `asked`, or the defaults, on the host without selected columns and one step late.
 
-        Args:
-            asked: those that are asked for; None: the defaults, of weights on the host without selected columns, and
-                with updates that come one step late.
-
-        Raises:
-            ConfigError: columns are to be updated on a device that has none.
+        Raises ConfigError if columns are to be updated on a device that has none.
         """
         if asked is None:
             return ZenFlowConfig(**(_DEFAULTS_ON_HOST if self.computing is not None else {}))
@@ -244,14 +199,7 @@ class Shards:
         return asked
 
     def require_knobs(self, config: ZenFlowConfig) -> None:
-        """Refuse knobs that weights on the host leave no place for.
-
-        Args:
-            config: the knobs.
-
-        Raises:
-            ConfigError: columns are to be updated on the device.
-        """
+        """Raise ConfigError for columns to be updated on the device where the weights are on the host."""
         if self.computing is not None and config.topk_ratio and config.offload_ratio:
             raise ConfigError(
                 f"topk_ratio is {config.topk_ratio} and the weights are on the host (CPUOffloadPolicy); it must be 0: "
@@ -259,11 +207,7 @@ class Shards:
             )
 
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Parameter groups with rows in place of the DTensors.
-
-        Args:
-            groups: the optimizer's.
-        """
+        """Parameter groups with rows in place of the DTensors."""
         return [{**group, "params": [self.rows(parameter) for parameter in group["params"]]} for group in groups]
 
     def rows(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -287,12 +231,7 @@ class Shards:
         """There are no rows of others here."""
 
     def own(self, parameter: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of values that are whole or a DTensor.
-
-        Args:
-            parameter: the model's.
-            values: of all of it, or of the rows of this rank.
-        """
+        """This rank's rows of a parameter's values, which are whole, a DTensor, or these rows already."""
         return local_rows(values)
 
     def follow(self) -> None:
@@ -302,14 +241,10 @@ class Shards:
 
 
 def require_known(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse parts of weights that the runtime cannot work on, before anything is written to them.
+    """Refuse parts of weights that the runtime cannot work on, before anything is written to them; frozen ones too.
 
-    Args:
-        parameters: of an optimizer, frozen ones too.
-
-    Raises:
-        UnsupportedError: one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are neither on their
-            mesh's device nor on the host.
+    Raises UnsupportedError if one belongs to FSDP1, a tensor parallel plan or ZeRO stage 3, or its rows are neither on
+    their mesh's device nor on the host.
     """
     for parameter in parameters:
         if _is_dtensor(parameter):
@@ -329,14 +264,7 @@ def require_known(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def require_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse what was sharded after training had begun with whole parameters.
-
-    Args:
-        parameters: of an optimizer whose others are whole.
-
-    Raises:
-        UnsupportedError: one is sharded.
-    """
+    """Raise UnsupportedError for what was sharded after training had begun with whole parameters."""
     for parameter in parameters:
         if _is_dtensor(parameter):
             raise UnsupportedError(

@@ -34,9 +34,7 @@ class HeldSignals:
     Other threads never run handlers. Contexts may be nested. A second Ctrl-C is not held: whoever insists may have to
     do with something that hangs. Nor is one that `look_for_signals` finds waiting for too long.
 
-    Args:
-        numbers: which signals.
-        patient: hold a second Ctrl-C too, also where another context is around this one.
+    `patient`: hold a second Ctrl-C too, also where another context is around this one.
     """
 
     __slots__ = ("_before", "_came", "_inside", "_numbers", "_patient", "_since_s")
@@ -115,11 +113,7 @@ def look_for_signals() -> None:
 
 
 def undivided(method: _Method) -> _Method:
-    """A method that is done as a whole, whatever signals come, and outside of autograd.
-
-    Args:
-        method: or any function.
-    """
+    """A method that is done as a whole, whatever signals come, and outside of autograd."""
 
     @functools.wraps(method)
     def whole(*args: Any, **kwargs: Any) -> Any:

@@ -47,10 +47,8 @@ class GradientRecord:
     def __init__(self, name: str, energies: torch.Tensor, columns: range | None = None) -> None:
         """Begin with a gradient as backward left it.
 
-        Args:
-            name: the parameter's.
-            energies: fp32, the squared L2 norm of each column; not finite where the column is not.
-            columns: where in it those of this gradient are; None: it has no others.
+        `energies` is fp32, the squared L2 norm of each column, not finite where the column is not; `columns` says where
+        in it those of this gradient are; None: it has no others.
         """
         self.name = name
         self._energies = energies
@@ -59,8 +57,7 @@ class GradientRecord:
         """0-dim fp32: what the gradient was multiplied with; None: nothing."""
         self.unscale: torch.Tensor | None = None
         """0-dim fp32: the part of `factor` that is GradScaler's."""
-        self.zeroed = False
-        """Whether `zero_()` was called since."""
+        self.zeroed = False  # whether `zero_()` was called since
         self.bring_back: Callable[[], torch.Tensor | None] = lambda: None
         """Puts the gradient into `.grad` again and returns it; None where that is no longer possible."""
         self.together: Callable[[], Sequence[GradientRecord]] = lambda: ()
@@ -97,11 +94,7 @@ class GradientRecord:
         return self._norm if self.factor is None else self._norm * self.factor.abs()
 
     def zero(self) -> None:
-        """Make the gradient zero.
-
-        Raises:
-            UnsupportedError: another tensor took its place.
-        """
+        """Make the gradient zero; raises UnsupportedError if another tensor took its place."""
         self._require_here()
         self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
 
@@ -111,18 +104,13 @@ class GradientRecord:
         return self._whole
 
     def returned(self, whole: torch.Tensor) -> None:
-        """Say that the gradient is back: whoever still has a stand-in for it uses this tensor.
-
-        Args:
-            whole: what is in `.grad` now.
-        """
+        """Say that the gradient is back: whoever still has a stand-in for it uses this tensor, now in `.grad`."""
         self._whole = whole
 
     def needed(self) -> torch.Tensor:
         """The gradient itself, brought back if it was not.
 
-        Raises:
-            UnsupportedError: a step has taken it, or another tensor has its place in `.grad`.
+        Raises UnsupportedError if a step has taken it, or another tensor has its place in `.grad`.
         """
         if self._whole is None:
             self.require_current()
@@ -135,10 +123,8 @@ class GradientRecord:
     def added_to(self) -> torch.Tensor | None:
         """The gradient itself, for backward to add to; None where a step has taken it.
 
-        Then the sum is not to be had, an error only if somebody uses it: many a script throws it away.
-
-        Raises:
-            UnsupportedError: another tensor has its place in `.grad`.
+        Then the sum is not to be had, an error only if somebody uses it: many a script throws it away. Raises
+        UnsupportedError if another tensor has its place in `.grad`.
         """
         self._require_here()
         self._whole = self.bring_back()
@@ -152,8 +138,7 @@ class GradientRecord:
     def require_current(self) -> None:
         """Refuse to go on with a gradient that is not to be had.
 
-        Raises:
-            UnsupportedError: another tensor took its place, or backward has added to it after a step had taken it.
+        Raises UnsupportedError if another tensor took its place, or backward has added to it after a step had taken it.
         """
         if self._mixed:
             raise taken(self.name)
@@ -170,22 +155,15 @@ class GradientPlaceholder(torch.Tensor):
     """A gradient without data, in its parameter's shape, strides, dtype and device.
 
     Norms come out in fp32 whatever the gradient's dtype, unless a dtype is asked for. Its 2-norm, a multiplication or
-    division by a number, GradScaler's check and `zero_()` need no data; any other use brings the gradient back.
-
-    Raises:
-        UnsupportedError: it is used otherwise after a step has taken the gradient.
+    division by a number, GradScaler's check and `zero_()` need no data; any other use brings the gradient back, or
+    raises UnsupportedError after a step has taken it.
     """
 
     record: GradientRecord
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, like: torch.Tensor, record: GradientRecord) -> GradientPlaceholder:
-        """Stand in for the gradient of a parameter.
-
-        Args:
-            like: the parameter, or another stand-in for its gradient.
-            record: what is known of the gradient.
-        """
+        """Stand in for the gradient of a parameter; `like` is that, or another stand-in for its gradient."""
         made: GradientPlaceholder = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
@@ -215,11 +193,7 @@ class GradientPlaceholder(torch.Tensor):
 
 
 def taken(name: str) -> UnsupportedError:
-    """Why a gradient is not to be had that an earlier step, or another optimizer, has taken.
-
-    Args:
-        name: the parameter's.
-    """
+    """Why a gradient of the parameter `name` is not to be had that an earlier step, or another optimizer, has taken."""
     return UnsupportedError(
         f"the gradient of {name} was taken by an earlier step and is needed again: read it before step(), call "
         "zero_grad() between that step() and the next backward(), or keep gradients whole with "
@@ -404,7 +378,6 @@ class _Newest:
         self._known: tuple[list[tuple[weakref.ref[torch.Tensor], int]], torch.Tensor] | None = None
 
     def get(self, of: Sequence[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result for these tensors, which `make` calculates where it is not known."""
         if any(tensor.is_inference() for tensor in of):  # nobody counts what is written to them
             return make()
         if self._known is not None:

@@ -27,22 +27,13 @@ class CoverageCurve:
 
     @classmethod
     def of(cls, joined: torch.Tensor, columns: Sequence[int]) -> CoverageCurve:
-        """From the weights' energies behind each other.
-
-        Args:
-            joined: [sum of columns] fp32 on the CPU; of each weight the most important column's first.
-            columns: how many of them each weight has.
-        """
+        """From the weights' energies behind each other, [sum of `columns`] fp32 on the CPU, the greatest first."""
         # Not on the device: the order of its running sums is not defined, and with deterministic algorithms they fail.
         of_weights = joined.split(list(columns))
         return cls(tuple(np.cumsum(energies.numpy(), dtype=np.float64) for energies in of_weights))
 
     def at(self, topk_ratio: float) -> float | None:
-        """Share of the energy that is in the top columns of each weight, 0 to 1; None where there is no energy.
-
-        Args:
-            topk_ratio: k, from 0 to 1.
-        """
+        """Share of the energy that is in the top columns of each weight, 0 to 1; None where there is no energy."""
         total = sum(float(sums[-1]) for sums in self.cumulative)
         if not total > 0:
             return None
@@ -59,14 +50,10 @@ CAUSES: tuple[Cause, ...] = ("host", "h2d", "d2h", "select")
 class Traffic:
     """Bytes on the link since the last step, by purpose."""
 
-    d2h_bytes: int = 0
-    """Deferred gradients."""
-    h2d_bytes: int = 0
-    """Updated weights."""
-    index_bytes: int = 0
-    """Column indices, device scalars."""
-    migrated_bytes: int = 0
-    """State that moved between the tiers, masters that were read."""
+    d2h_bytes: int = 0  # deferred gradients
+    h2d_bytes: int = 0  # updated weights
+    index_bytes: int = 0  # column indices, device scalars
+    migrated_bytes: int = 0  # state that moved between the tiers, masters that were read
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +106,7 @@ class Moved:
     weight_squares: float = 0.0
 
     def add(self, change: float, weights: float, share: float) -> None:
-        """Count a part of the weights.
-
-        Args:
-            change: L2 norm of what a step changed in the sample.
-            weights: L2 norm of the sample.
-            share: of the part that the sample is.
-        """
+        """Count a part of the weights by a sample, its `share`: L2 norms of a step's change and of the weights."""
         self.change_squares += change**2 / share
         self.weight_squares += weights**2 / share
 
@@ -207,15 +188,13 @@ class StepRecord:
     """[2] fp32 in host memory: energy of the selected and of all offloaded columns."""
     ranked: tuple[torch.Tensor, Transfer] | None = None
     """Energy of each weight's columns, the most important one's first, weight after weight, in host memory."""
-    ranked_columns: list[int] = field(default_factory=list)
-    """How many of these each weight has."""
+    ranked_columns: list[int] = field(default_factory=list)  # how many of these each weight has
     moved_columns: int = 0
     selected_columns: int = 0
     """Columns of the selections that were due at this step's close."""
     comm_s: Mapping[Collective, float] = field(default_factory=dict)
     """Waits in FSDP2's collectives, as the device knows them."""
-    pin_s: float = 0.0
-    """In which host memory was pinned beside the step."""
+    pin_s: float = 0.0  # in which host memory was pinned beside the step
 
     @contextmanager
     def timed(self, device: Device, cause: Cause) -> Iterator[None]:
@@ -230,7 +209,6 @@ class StepRecord:
         return arrived and self.end is not None and device.passed(self.end)
 
     def wait(self, device: Device) -> None:
-        """Block until the record is ready."""
         device.wait_for(self.end)
         for fetched in (self.energy, self.ranked):
             if fetched is not None:

@@ -45,10 +45,8 @@ class _Group:
     def __init__(self) -> None:
         self.watches: list[_Watch] = []
         self.ready: list[_Watch] = []
-        self.left = 0
-        """Gradients that are still to come."""
-        self.stream = 0
-        """On which the first of those that are ready was computed."""
+        self.left = 0  # gradients that are still to come
+        self.stream = 0  # on which the first of those that are ready was computed
 
     def begin_step(self) -> None:
         self.ready.clear()
@@ -81,14 +79,12 @@ class _Watch:
         self.handles: list[Any] = []
         self.source: Source | None = None
         self.group: _Group | None = None
-        self.came = True
-        """Whether there was a gradient in the last step."""
+        self.came = True  # whether there was a gradient in the last step
         self.staged: Staged | None = None
         self.standin: GradientPlaceholder | None = None
         """The last one, which is used again once nobody else has it."""
         self.firings = 0
-        self.expected = expected
-        """Firings in a step, as the last step had them."""
+        self.expected = expected  # firings in a step, as the last step had them
         self.error: Exception | None = None
         """Why a gradient could not leave, kept for the step; it is whole in `.grad`."""
         self.bring_back = _restorer(weakref.ref(self))
@@ -139,7 +135,6 @@ class _Watch:
         )
 
     def take(self, staged: Staged) -> None:
-        """Its gradient has left."""
         self.staged, record, parameter = staged, staged.record, self.parameter
         record.bring_back, record.together = self.bring_back, self.together
         if (
@@ -193,12 +188,9 @@ class Streamer:
     """
 
     def __init__(self, least_firings: int, dispatch: Dispatch, current_stream: Callable[[], int]) -> None:
-        """Begin without parameters.
+        """`least_firings`: of each parameter in a step, the user's `gradient_accumulation_steps`.
 
-        Args:
-            least_firings: of each parameter in a step, the user's `gradient_accumulation_steps`.
-            dispatch: sends gradients away.
-            current_stream: on which the gradient of a hook was computed.
+        `current_stream` tells on which the gradient of a hook was computed.
         """
         self._least = least_firings
         self._dispatch = dispatch
@@ -208,11 +200,7 @@ class Streamer:
         self._known: dict[int, int] = {}
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count the firings of those that are trained, from now on.
-
-        Args:
-            parameters: leaves; those that are watched already, or need no gradient, are passed over.
-        """
+        """Count the firings of those that are trained and not watched yet, from now on; they are leaves."""
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watches:
                 expected = self._known.pop(id(parameter), self._least)
@@ -225,31 +213,17 @@ class Streamer:
         return self._least if watch is None else watch.expected
 
     def expect(self, parameter: nn.Parameter, firings: int) -> None:
-        """Begin with what a saved run had learnt, once the parameter is watched.
-
-        Args:
-            parameter: that is not watched yet.
-            firings: in a step.
-        """
+        """Begin with the firings in a step that a saved run had learnt, of a parameter that is not watched yet."""
         self._known[id(parameter)] = max(self._least, firings)
 
     def leave_alone(self, parameter: nn.Parameter) -> None:
-        """Take the hooks off a parameter of which nothing is to be staged: they would be called for nothing.
-
-        Args:
-            parameter: with nothing staged.
-        """
+        """Take the hooks off a parameter of which nothing is or will be staged: they would be called for nothing."""
         watch = self._watches.pop(id(parameter), None)
         for handle in () if watch is None else watch.handles:
             handle.remove()
 
     def stream(self, parameter: nn.Parameter, source: Source) -> None:
-        """Stage the gradients of a parameter that is watched, from its next one on.
-
-        Args:
-            parameter: whose state is split.
-            source: stages its gradient.
-        """
+        """Stage the gradients of a parameter that is watched, from its next one on."""
         watch = self._watches.get(id(parameter))
         if watch is not None:
             watch.source = source
@@ -288,7 +262,6 @@ class Streamer:
         return ready
 
     def send(self, watches: Sequence[_Watch]) -> None:
-        """Send gradients away."""
         leaving = [watch for watch in watches if watch.can_leave]
         if leaving:
             gradients = [(watch.source, watch.parameter.grad) for watch in leaving]
@@ -302,9 +275,8 @@ class Streamer:
     def require_current(self) -> None:
         """Before a step changes anything: refuse gradients that cannot be had.
 
-        Raises:
-            UnsupportedError: a parameter's `.grad` stands for a gradient that an earlier step took.
-            Exception: what kept a gradient of sharded rows from leaving.
+        Raises UnsupportedError if a parameter's `.grad` stands for a gradient that an earlier step took, or what kept a
+        gradient of sharded rows from leaving.
         """
         for watch in self._watches.values():
             if watch.error is not None:
@@ -314,13 +286,9 @@ class Streamer:
                 raise taken(gradient.record.name)
 
     def staged(self, parameter: nn.Parameter) -> Staged | None:
-        """What a step finds of a gradient that has left; may be asked again.
+        """What a step finds of a gradient that has left, after `require_current`; may be asked again.
 
-        Args:
-            parameter: after `require_current`.
-
-        Returns:
-            None where `.grad` holds all there is: a gradient that was never staged, zeros, or nothing.
+        None where `.grad` holds all there is: a gradient that was never staged, zeros, or nothing.
         """
         watch = self._watches.get(id(parameter))
         staged = None if watch is None else watch.own()
@@ -361,10 +329,7 @@ class Streamer:
 
 
 def _registered(streamer: weakref.ref[Streamer], watch: _Watch) -> list[Any]:
-    """Handles of the hooks that tell of a parameter's gradients.
-
-    None is needed before a gradient is added: a stand-in that is added to is brought back.
-    """
+    """The hooks that tell of a parameter's gradients; none before one is added: a stand-in is brought back then."""
     hook = _hook(streamer, weakref.ref(watch))
     parameter = watch.parameter
     if not isinstance(parameter, Rows):

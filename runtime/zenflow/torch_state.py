@@ -29,14 +29,7 @@ _TORCHS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
 def save(training: Training, groups: Groups) -> dict[str, Any]:
     """What torch's optimizer would save; see `ZenFlowOptimizer.torch_state`.
 
-    Args:
-        training: the run.
-        groups: the optimizer's parameter groups.
-
-    Raises:
-        ConfigError: updates are pending, on any rank.
-        UnsupportedError: the rule has another state in torch.
-        HostEngineError: host work failed.
+    Raises ConfigError if updates are pending, on any rank; UnsupportedError if the rule has another state in torch.
     """
     _require_rule(training.rule)
     begun = {id(weight.parameter) for weight in training.model.weights if weight.started}
@@ -74,15 +67,8 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
 def read(training: Training, state_dict: object, groups: Groups) -> Saved:
     """What torch's optimizer has saved, for a run that begins with it; changes nothing.
 
-    Args:
-        training: the run that loads it.
-        state_dict: of torch's optimizer.
-        groups: the optimizer's parameter groups.
-
-    Raises:
-        CheckpointError: it is truncated, or of another optimizer.
-        ConfigError: a hyperparameter in it is not allowed.
-        UnsupportedError: the rule has another state in torch.
+    Raises CheckpointError if it is truncated, or of another optimizer, ConfigError if a hyperparameter in it is not
+    allowed, UnsupportedError if the rule has another state in torch.
     """
     rule = training.rule
     _require_rule(rule)

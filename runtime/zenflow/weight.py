@@ -124,7 +124,6 @@ class WeightState:
         self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
 
     def read(self) -> None:
-        """Read the masters."""
         self.split.read_masters(self._runtime.masters.take(self.parameter))
         self._runtime.device.charge(2 * self.parameter.nbytes)
 
@@ -172,12 +171,10 @@ class WeightState:
             before.deferred.release()
 
     def restore(self, source: Tier, slots: torch.Tensor, *, flat: bool) -> None:
-        """Take over a saved state.
+        """Take over a saved state: `source` has that of all columns, on the host.
 
-        Args:
-            source: the state of all columns, on the host.
-            slots: [columns] int32 on the CPU, each column's host slot; -1 where it is not deferred.
-            flat: whether the state of a wholly resident parameter is one row.
+        `slots` is [columns] int32 on the CPU, each column's host slot, -1 where it is not deferred; `flat`: the state
+        of a wholly resident parameter is one row.
         """
         offloaded = torch.arange(self.plan.resident, self.plan.columns, device="cpu")
         slots = slots[: self.plan.columns]  # without a column view there is one, and nothing in it
@@ -197,8 +194,7 @@ class WeightState:
     def end_watch(self) -> OutsideWrite | None:
         """Notice nothing more, since we are about to write; what somebody else may have written since `watch`.
 
-        Raises:
-            UnsupportedError: the parameter has another shape, dtype or device than when its state began.
+        Raises UnsupportedError if the parameter has another shape, dtype or device than when its state began.
         """
         if self._split is None:
             return None
@@ -258,11 +254,9 @@ class WeightState:
     # --- selection -------------------------------------------------------------------------------------------------
 
     def propose(self, columns: torch.Tensor, transfer: Transfer) -> None:
-        """Select columns; takes effect at the next close (in `start` the first time).
+        """Select columns, [plan.selected] int32 in host memory once `transfer` is over.
 
-        Args:
-            columns: [plan.selected] int32 in host memory.
-            transfer: that brings them there.
+        Takes effect at the next close (in `start` the first time).
         """
         self._proposal = _Proposal(columns, transfer)
 
@@ -277,11 +271,7 @@ class WeightState:
         return self._proposal.columns.long()
 
     def restore_proposal(self, columns: torch.Tensor) -> None:
-        """Let a saved selection take effect at the next close.
-
-        Args:
-            columns: [plan.selected] int64 on the CPU.
-        """
+        """Let a saved selection, [plan.selected] int64 on the CPU, take effect at the next close."""
         self.propose(columns.int(), Arrived(self._runtime.device.mark(), 0))
 
     def importance(self) -> torch.Tensor:
@@ -318,7 +308,6 @@ class WeightState:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def pending_entries(self) -> list[LogEntry]:
-        """Of its open window."""
         return [] if self.deferred is None else [entry for part in self.deferred.parts for entry in part.log]
 
     def pending_mass(self) -> int:
@@ -327,16 +316,10 @@ class WeightState:
         return sum(int(mass(rows)) for entry, rows in logged if entry.live()[1])
 
     def wrote(self) -> None:
-        """Say that kernels have written to the parameter."""
         wrote([self])
 
     def scatter(self, columns: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write columns into the weights, rounded to their dtype.
-
-        Args:
-            columns: [n] int64 on the device.
-            rows: [n, rows] in any floating dtype.
-        """
+        """Write columns, [n] int64 on the device, into the weights: `rows`, [n, rows], rounded to their dtype."""
         self._runtime.kernels.scatter(self.matrix(), columns, rows)
         self.wrote()
 
@@ -350,11 +333,9 @@ class WeightState:
         split.deferred.submit_join(move, split.selected.pack(move.places))
 
     def take_selected(self, move: Move, state: torch.Tensor) -> None:
-        """Take over the state of the columns that become selected, and make their weights visible.
+        """Take over `state`, [n, packed_columns] int32 on the device, of the columns that become selected.
 
-        Args:
-            move: the columns.
-            state: [n, packed_columns] int32 on the device.
+        Makes their weights visible.
         """
         split = self.split
         assert split.deferred is not None
@@ -370,12 +351,7 @@ def wrote(weights: Sequence[WeightState]) -> None:
 
 
 def send_moves(runtime: Runtime, changes: Mapping[WeightState, SelectionChange]) -> dict[WeightState, Move]:
-    """Put what kernels need of changes of selection on the device, in one copy for all of them.
-
-    Args:
-        runtime: whose link is used.
-        changes: of weights with a host tier.
-    """
+    """Put what kernels need of changes of selection, of weights with a host tier, on the device in one copy."""
     parts: list[torch.Tensor] = []
     buckets = {}
     for weight, change in changes.items():

@@ -64,11 +64,7 @@ class WriteWatch:
         self._kept = False
 
     def begin(self, *, keep: bool) -> None:
-        """Notice writes from now on.
-
-        Args:
-            keep: remember what the parameter holds, which takes memory once somebody writes.
-        """
+        """Notice writes from now on; `keep` what the parameter holds, which takes memory once somebody writes."""
         parameter = self._parameter
         marked, self._marked = self._marked, None
         if marked is not None and self._is_shared(marked):  # we have written by its address alone
@@ -125,11 +121,7 @@ class WriteWatch:
         return None if self._before is None else not torch.equal(self._before, self._parameter.detach())
 
     def end(self) -> torch.Tensor | None:
-        """Notice nothing more, before we write ourselves.
-
-        Returns:
-            What the parameter held at `begin`, where that was to be kept.
-        """
+        """Notice nothing more, before we write ourselves; what the parameter held at `begin`, if to be kept."""
         before = self._before if self._kept else None
         self._storage = self._marked = self._before = None
         return before

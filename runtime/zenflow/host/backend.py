@@ -33,58 +33,38 @@ class Backend(ABC):
     def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
         """Zeroed memory, placed near the threads that will work on it.
 
-        Args:
-            nbytes: how much.
-            interval_bytes: what is worked on as a unit, and so shared out between the threads.
-
-        Raises:
-            MemoryError: there is not as much.
-            HostEngineError: the engine has failed.
+        Each `interval_bytes` of it are worked on as a unit, and so shared out between the threads. Raises MemoryError
+        if there is not as much, HostEngineError if the engine has failed.
         """
 
     @abstractmethod
     def register(self, rule: Rule, state: ColumnState) -> int:
-        """Make columns known; their memory must live as long as the backend.
-
-        Returns:
-            The number for `HostColumns.handle`.
-        """
+        """Make columns known, whose memory must live as long as the backend; the number for `HostColumns.handle`."""
 
     @abstractmethod
     def forget(self, handle: int) -> None:
         """Let go of the memory of columns that no task will name again."""
 
     def prepare(self, cpus: list[int]) -> Callable[[], None]:
-        """Get ready to work on other processors.
+        """Get ready to work on other processors, with one thread on each.
 
-        Args:
-            cpus: one thread on each.
-
-        Returns:
-            What makes the change; to be called while no task is being done, once.
-
-        Raises:
-            HostEngineError: the threads could not be started.
+        What it returns makes the change; to be called while no task is being done, once. Raises HostEngineError if the
+        threads could not be started.
         """
         return lambda: None
 
     @abstractmethod
     def start(self, task: Task) -> int:
-        """Begin a task, or queue it behind others. All its inputs have arrived.
+        """Begin a task, or queue it behind others; a ticket for `finish`. All its inputs have arrived.
 
-        Returns:
-            A ticket for `finish`.
-
-        Raises:
-            RuntimeError: an earlier task failed.
+        Raises RuntimeError if an earlier task failed.
         """
 
     @abstractmethod
     def finish(self, ticket: int) -> HostSpan:
         """Block until a task is done; it is forgotten then.
 
-        Raises:
-            RuntimeError: it failed, or an earlier one did, or the backend was closed.
+        Raises RuntimeError if it failed, or an earlier one did, or the backend was closed.
         """
 
     @property
@@ -102,14 +82,10 @@ class Backend(ABC):
 
 
 def choose_backend(cpus: list[int]) -> Backend:
-    """The backend that `$ZENFLOW_NATIVE` asks for.
+    """The backend that `$ZENFLOW_NATIVE` asks for; `cpus` has the core of each thread, -1 for any.
 
-    Args:
-        cpus: one entry a thread, the core to run on, -1 for any.
-
-    Raises:
-        ConfigError: the variable has a value that is not allowed.
-        HostEngineError: it is "require" and there is no native module, or threads could not be started.
+    Raises ConfigError if the variable has a value that is not allowed, HostEngineError if it is "require" and there is
+    no native module, or threads could not be started.
     """
     from zenflow.host.eager import EagerBackend
     from zenflow.host.native import NativeBackend, load_native

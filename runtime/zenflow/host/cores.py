@@ -80,16 +80,12 @@ def host_cores(
     In this order: the CPUs that the affinity allows; of these the GPU's NUMA node; one logical CPU a physical core; as
     many as the CPU quota pays for, not pinned then; without the first `ceil(reserved_share * n)`, but at least one.
 
-    Args:
-        reserved_share: share of the cores that stays PyTorch's, 0 to 1.
-        numa_node: the GPU's node; None, -1 or one without an allowed CPU means all nodes.
-        threads: their number, whatever the cores: spread over the engine's cores if these suffice, else over the
-            node's, over all allowed cores, over their SMT siblings too, else left to the scheduler.
-        root: folder that stands for "/".
-        affinity: logical CPUs to take from; None means the calling thread's.
+    `threads` is their number, whatever the cores: spread over the engine's cores if these suffice, else over the
+    node's, over all allowed cores, over their SMT siblings too, else left to the scheduler. `numa_node` is the GPU's;
+    None, -1 or one without an allowed CPU means all nodes. `affinity`: logical CPUs to take from; None means the
+    calling thread's.
 
-    Raises:
-        ConfigError: an argument is not allowed.
+    Raises ConfigError if an argument is not allowed.
     """
     _check(reserved_share, threads, affinity)
     # Without affinity there are no numbers: a -1 is on no node and has no siblings, and passes the steps as a core.
@@ -127,9 +123,7 @@ def host_cores(
 def gpu_numa_node(pci_address: str, root: Path = Path("/")) -> int | None:
     """The NUMA node that a GPU is attached to, or None where the kernel does not say.
 
-    Args:
-        pci_address: such as "0000:3b:00.0", in either case and with any width of the domain, which may be missing.
-        root: folder that stands for "/".
+    `pci_address` is such as "0000:3b:00.0", in either case and with any width of the domain, which may be missing.
     """
     found = _DEVICE.fullmatch(pci_address.strip())
     if found is None:
@@ -141,10 +135,7 @@ def gpu_numa_node(pci_address: str, root: Path = Path("/")) -> int | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU seconds a second that the control groups grant this process, or None where no limit is known.
-
-    The least over its own group and all that enclose it.
-    """
+    """CPU seconds a second that the least of the control groups around this process grants; None: not known."""
     return min((quota for group in cgroups("cpu", root) if (quota := _quota_of(group)) is not None), default=None)
 
 
@@ -187,31 +178,18 @@ class CpuClaim:
     machine: str
     allowed: tuple[int, ...]
     numa_node: int | None
-    """Its GPU's."""
 
     @classmethod
     def of_process(cls, numa_node: int | None) -> CpuClaim:
-        """This process's.
-
-        Args:
-            numa_node: the GPU's.
-        """
         return cls(socket.gethostname(), allowed_cpus(), numa_node)
 
 
 def dealt_cpus(claims: Sequence[CpuClaim], number: int, root: Path = Path("/")) -> tuple[int, ...] | None:
-    """The CPUs that are left to a process where others would take the same ones: cores are dealt in turn.
+    """The CPUs that are left to process `number` of `claims` where others want the same: cores are dealt in turn.
 
     The cores of a NUMA node are dealt among the processes whose GPU is on it; all cores among all, where somebody's
-    node is not known.
-
-    Args:
-        claims: of all processes, in the same order for each.
-        number: of this one's.
-        root: folder that stands for "/".
-
-    Returns:
-        Of each physical core one; None: all that the affinity allows, since nobody else takes them or they are too few.
+    node is not known. One CPU a core; None: all that the affinity allows, as nobody else takes them or they are too
+    few.
     """
     mine = claims[number]
     near = {claim.numa_node: _on_node(mine.allowed, claim.numa_node, root) for claim in claims}

@@ -102,13 +102,9 @@ def apply_entries(
 ) -> None:
     """Apply a window's entries to columns on the host, in place.
 
-    Args:
-        state: n columns.
-        rule: the update rule.
-        gradients: the entries in order of their steps, each with its gradient of these columns, [n, rows]; those of
-            skipped steps are passed over.
-        closing: None replays them; else one update with the mean gradient (ZenFlow paper), with these hyperparameters
-            and the product of the entries' decay factors.
+    `gradients` are the entries in order of their steps, each with its gradient of these columns, [n, rows]; those of
+    skipped steps are passed over. `closing`: None replays them; else one update with the mean gradient (ZenFlow paper),
+    with these hyperparameters and the product of the entries' decay factors.
     """
     live = [(rows, entry.hyper, entry.live()[0]) for entry, rows in gradients if entry.live()[1]]
     if not live:

@@ -39,14 +39,10 @@ class ReadyFirst:
         produced: Callable[[], None],
         engine_works: Callable[[], bool],
     ) -> None:
-        """Begin with the first two.
+        """`last_arrives_first`: the inputs of the last job arrive first; else those of the first.
 
-        Args:
-            jobs: all of them.
-            last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
-            patience: asked once, in the beginning, whether the foremost is waited for in any case; None: it is not.
-            produced: blocks until the device has produced all inputs, which may still be on their way then.
-            engine_works: whether jobs still get finished.
+        `patience` is asked once, in the beginning, whether the foremost is waited for in any case; None: it is not.
+        `produced` blocks until the device has produced all inputs, which may still be on their way then.
         """
         self._left = list(jobs)
         self._otherwise = -1 if last_arrives_first else 0
@@ -119,7 +115,6 @@ class Job:
     ) -> None:
         self.name = name
         self.nbytes = nbytes
-        """Memory traffic of the work."""
         self.inputs = inputs
         self.tasks = tasks
         """Done in this order; none: nothing but a place in the order of jobs."""
@@ -134,13 +129,11 @@ class Job:
         self.span = HostSpan()
         self.submitted: Mark = device.asked()
         self.delivered: torch.Tensor | None = None
-        """Device memory that the result arrives in, once the copy was queued."""
         self.transfer: Transfer | None = None
         self._device = device
         self._is_asked = False
         self._asked: Mark = None
         self.over = device.clock.event(name)
-        """That the engine is through with this job."""
         self._error: HostEngineError | None = None
         self._lock = threading.Lock()
 
@@ -179,11 +172,7 @@ class Job:
             look_for_signals()
 
     def wait(self, engine: HostEngine) -> None:
-        """Block until the work is done.
-
-        Raises:
-            HostEngineError: the work failed, or the engine is gone.
-        """
+        """Block until the work is done; raises HostEngineError if it failed or the engine is gone."""
         engine.hurry(self)
         self.join(lambda: engine.alive)
         if not self.finished:
@@ -195,9 +184,7 @@ class Job:
     def receive(self, engine: HostEngine) -> torch.Tensor:
         """The result on the device; blocks until it is queued and lets the compute stream wait for it.
 
-        Raises:
-            HostEngineError: the work failed, or the engine is gone.
-            UnsupportedError: in a forked child, which has no result.
+        Raises HostEngineError if the work failed or the engine is gone, UnsupportedError in a forked child.
         """
         engine.process.require()
         self.ask_result()
@@ -223,7 +210,6 @@ class HostEngine:
     def __init__(self, device: Device, backend: Backend) -> None:
         self.backend = backend
         self.process = OwnProcess()
-        """The one that has the threads."""
         self._device = device
         clock = device.clock
         self._turnstile = StartGate(clock)
@@ -234,9 +220,7 @@ class HostEngine:
         """That the job which was started last is finished."""
         self._started: Queue[tuple[Job, list[int], Exception | None] | None] = clock.queue("host work that has begun")
         self.last_span = HostSpan()
-        """Of the job that was finished last."""
-        self._s_per_byte = 0.0
-        """Of that job."""
+        self._s_per_byte = 0.0  # of that job
         self._closing = False
         self._failure: HostEngineError | None = None
         self._told = clock.event("the failure of host work")
@@ -252,7 +236,6 @@ class HostEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether its threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
     @property
@@ -265,11 +248,7 @@ class HostEngine:
         self._failed.append(tell)
 
     def submit(self, job: Job) -> Job:
-        """Queue a job.
-
-        Raises:
-            HostEngineError: an earlier job failed, or the engine is gone.
-        """
+        """Queue a job; raises HostEngineError if an earlier one failed or the engine is gone."""
         self.check()
         if not self.alive:
             raise HostEngineError(f"the host engine's thread is gone; {job.name} cannot be submitted")
@@ -285,12 +264,9 @@ class HostEngine:
     def foremost_first(self, *, last_arrives_first: bool, patient: bool) -> Iterator[None]:
         """Run the jobs that are submitted within as their inputs arrive, and of those that could run the foremost.
 
-        They start at the end of the block. They must not depend on each other.
-
-        Args:
-            last_arrives_first: whether the inputs of the last job arrive first; else those of the first.
-            patient: whether the foremost are waited for where the link brings them soon: what is done instead is not
-                interrupted for them.
+        They start at the end of the block, and must not depend on each other. `last_arrives_first`: the inputs of the
+        last job arrive first; else those of the first. `patient`: the foremost are waited for where the link brings
+        them soon, since what is done instead is not interrupted for them.
         """
         gathered: list[Job] = []
         self._gathered = gathered
@@ -331,11 +307,7 @@ class HostEngine:
         self._turnstile.hurry(self._submitted if job is None else job.number)
 
     def check(self) -> None:
-        """Raise the failure of an earlier job, even where nobody waits for it, and notice lost threads.
-
-        Raises:
-            HostEngineError: naming the job and its cause.
-        """
+        """Raise an earlier job's HostEngineError, even where nobody waits for it, and notice lost threads."""
         lost = self._failure is None and not self._closing and not self.backend.alive
         if lost and not self._told.wait(_TOLD_S):  # whoever waits for the job that the lost thread was at can name it
             self._fail("the host engine", RuntimeError("a thread of the host engine is gone"))
@@ -343,19 +315,11 @@ class HostEngine:
             raise HostEngineError(str(self._failure)) from self._failure.__cause__
 
     def drain(self) -> None:
-        """Block until all that was submitted is done.
-
-        Raises:
-            HostEngineError: a job failed, or the engine is gone.
-        """
+        """Block until all that was submitted is done; raises HostEngineError if a job failed or the engine is gone."""
         self.submit(Job("draining the host engine", self._device, (), nbytes=0, inputs=[])).wait(self)
 
     def drained_within(self, seconds: float) -> bool:
-        """Whether all that was submitted is done after at most so long.
-
-        Raises:
-            HostEngineError: a job failed, or the engine is gone.
-        """
+        """Whether all that was submitted is done after at most so long; raises HostEngineError if a job failed."""
         job = self.submit(Job("draining the host engine", self._device, (), nbytes=0, inputs=[]))
         self.hurry(job)
         return job.over.wait(seconds)

@@ -24,15 +24,7 @@ class GradientLog:
     def __init__(
         self, memory: HostMemory, engine: HostEngine, device: Device, history: History, update_interval: int
     ) -> None:
-        """Begin without any room.
-
-        Args:
-            memory: where it comes from.
-            engine: whose work gives room back.
-            device: told when it waits.
-            history: receives the waits.
-            update_interval: S.
-        """
+        """`update_interval`: S."""
         self._engine = engine
         self._device = device
         self._history = history
@@ -61,12 +53,7 @@ class GradientLog:
         self._pool.give_up_spare()
 
     def plan(self, entry_bytes: int, *, instead_of: int = 0) -> None:
-        """Make room for one more bucket.
-
-        Args:
-            entry_bytes: of one step's gradient; 0: the bucket is gone.
-            instead_of: what was planned for that bucket before.
-        """
+        """Make room for one more bucket, of `entry_bytes` a step (0: it is gone), planned as `instead_of` before."""
         if entry_bytes:
             self._entries[padded(entry_bytes)] += 1
         if instead_of:
@@ -76,30 +63,21 @@ class GradientLog:
         self._resize()
 
     def set_interval(self, update_interval: int) -> None:
-        """Make room for windows of another length; what is too much is kept, since it took long to pin.
-
-        Args:
-            update_interval: S.
-        """
+        """Make room for windows of another length; what is too much is kept, since it took long to pin."""
         self._update_interval = update_interval
         self._resize()
 
     def reserve(self, update_interval: int) -> None:
         """Get the memory for longer windows now; where that takes long, beside training.
 
-        Args:
-            update_interval: S of the windows to come.
-
-        Raises:
-            MemoryError: the host has less memory. Where it is got beside training, a later `send` says so.
+        Raises MemoryError if the host has less; where it is got beside training, a later `send` does.
         """
         self._pool.reserve(self.bytes_for(update_interval))
 
     def fill(self) -> None:
         """Get all the memory that is planned now: a hook of backward is no place to allocate it.
 
-        Raises:
-            MemoryError: the host has less memory. Where it is got beside training, a later `send` says so.
+        Raises MemoryError as `reserve`.
         """
         self._pool.fill()
 
@@ -118,17 +96,10 @@ class GradientLog:
         self._pool.resize(self.bytes_for(self._update_interval))
 
     def send(self, packed: torch.Tensor) -> tuple[Extents, list[torch.Tensor], Transfer]:
-        """Send a step's gradient of a bucket to the host; blocks while there is no room for it.
+        """Send a step's gradient of a bucket, flat on the device, to the host; blocks while there is no room for it.
 
-        Args:
-            packed: flat on the device.
-
-        Returns:
-            The entry's place, its pieces in the gradient's dtype, and the last of its copies.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
+        Returns the entry's place, its pieces in the gradient's dtype, and the last of its copies. Raises MemoryError if
+        the host has less memory, HostEngineError if its engine has failed.
         """
         place = self._take(packed.nbytes)
         pieces = [view.view(packed.dtype) for view in place.views]
@@ -149,14 +120,7 @@ class GradientLog:
     ) -> tuple[Extents, list[torch.Tensor], Transfer]:
         """As `send`, where the gradient can be written to the host's memory at once.
 
-        Args:
-            numel: elements.
-            dtype: of the gradient.
-            write: called once with [numel] on the CPU, contiguous, to fill.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
+        `write` is called once with [numel] on the CPU, contiguous, to fill.
         """
         place = self._take(numel * dtype.itemsize)
         try:

@@ -1,6 +1,4 @@
-"""How much host memory this process and the ranks beside it may still allocate (control groups included), and
-refusals.
-"""
+"""How much host memory this process and the ranks beside it may still allocate, and refusals."""
 
 from __future__ import annotations
 
@@ -30,10 +28,6 @@ def cgroups(controller: str, root: Path = Path("/")) -> tuple[Cgroup, ...]:
     """The groups that may limit this process by `controller`, each before those that enclose it.
 
     Where a container sees a path of its host's, which leads nowhere under its own mount, the mount itself remains.
-
-    Args:
-        controller: as version 1 calls it, such as "cpu" or "memory".
-        root: folder that stands for "/".
     """
     paths = _paths(controller, root)
     mounts = list(_mounts(controller, root)) or [
@@ -134,8 +128,7 @@ class Bound(NamedTuple):
     """What is left of one resource."""
 
     nbytes: int
-    source: str
-    """Where the figure comes from."""
+    source: str  # where the figure comes from
     shared: bool
     """Whether ranks on the same node that name the same source take from the same bytes."""
 
@@ -152,12 +145,6 @@ class Claim:
 
     @classmethod
     def of(cls, needs: Sequence[int], root: Path = Path("/")) -> Claim:
-        """This process's.
-
-        Args:
-            needs: bytes, the best first.
-            root: folder that stands for "/".
-        """
         boot = read_text(root / "proc/sys/kernel/random/boot_id") or ""
         return cls(tuple(needs), (socket.gethostname(), boot.strip()), tuple(_bounds(root)))
 
@@ -167,26 +154,17 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
     The least of what the machine has available, what each control group around the process leaves (page cache that it
     would give back counts as free) and what the process's own resource limits leave.
-
-    Args:
-        root: folder that stands for "/".
     """
     return min((bound.nbytes for bound in _bounds(root)), default=None)
 
 
 def first_fitting(claims: Sequence[Claim], what: str, advice: str) -> int:
-    """Refuse what would not fit if all ranks allocated it; where nothing is known about the memory, everything fits.
+    """The first of the needs that fits on all ranks; where nothing is known about the memory, everything fits.
 
-    Args:
-        claims: of all ranks, which have as many needs each. From the same ones every rank draws the same conclusion.
-        what: who needs it; the subject of the sentence.
-        advice: what to lower; ends the sentence.
+    `claims` are of all ranks, which have as many needs each: from the same ones every rank draws the same conclusion.
+    `what` is the subject of the refusal's sentence, `advice` its end.
 
-    Returns:
-        The number of the first of the needs that fits on all ranks.
-
-    Raises:
-        HostMemoryError: none does; names what the last needs, what is available, what bounds it, and the advice.
+    Raises HostMemoryError if none fits, naming what the last needs, what is available, what bounds it, and the advice.
     """
     refusals = [_refusal(claims, number, what) for number in range(len(claims[0].needs))]
     if None in refusals:
@@ -219,7 +197,6 @@ def _refusal(claims: Sequence[Claim], number: int, what: str) -> str | None:
 
 
 def _bounds(root: Path) -> Iterator[Bound]:
-    """Each that is known."""
     free = _kib(root / "proc/meminfo", "MemAvailable")
     if free is not None:
         yield Bound(free, "MemAvailable of the machine", shared=True)

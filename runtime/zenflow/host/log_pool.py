@@ -25,8 +25,7 @@ class Extents:
     nbytes: int
     views: tuple[torch.Tensor, ...]
     """1-D uint8, in the entry's order, `nbytes` in all; each but the last is a multiple of the pool's `align`."""
-    pieces: tuple[Piece, ...]
-    """Where the pool has them."""
+    pieces: tuple[Piece, ...]  # where the pool has them
 
 
 class LogPool:
@@ -48,13 +47,10 @@ class LogPool:
     ):
         """Begin without any memory. ConfigError: a negative capacity.
 
-        Args:
-            capacity_bytes: most bytes that are handed out; plan it with `padded` sizes.
-            allocate: gives a new 1-D uint8 CPU tensor of that many bytes.
-            align: entries are cut only at multiples of this many bytes, at least 1.
-            clock: by which takes wait.
-            segment_bytes: most bytes of a segment, a multiple of `align`; None: there is no limit.
-            beside: calls what `fill` and `reserve` have to do, perhaps in another thread; takes wait for it then.
+        `capacity_bytes`, to be planned with `padded` sizes, is most that is handed out; entries are cut only at
+        multiples of `align` bytes, at least 1. `allocate` gives a new 1-D uint8 CPU tensor of so many bytes,
+        `segment_bytes` at most (a multiple of `align`; None: there is no limit). `beside` calls what `fill` and
+        `reserve` have to do, perhaps in another thread; takes wait for it then.
         """
         self._allocate = allocate
         self._align = align
@@ -72,7 +68,6 @@ class LogPool:
 
     @property
     def capacity_bytes(self) -> int:
-        """Most bytes that are handed out."""
         return self._places.capacity_bytes
 
     @property
@@ -93,18 +88,13 @@ class LogPool:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Most bytes that the segments ever had together."""
         return self._peak_bytes
 
     def take(self, nbytes: int, timeout_s: float | None = None) -> Extents:
-        """Find a place for an entry; blocks until there is one.
+        """Find a place for an entry; blocks until there is one, at most `timeout_s` seconds (None: for ever).
 
-        `timeout_s` is the longest wait in seconds; None waits for ever.
-
-        Raises:
-            ConfigError: `nbytes` is below 1, or more than the pool can ever have.
-            TimeoutError: not enough was given back in time.
-            BaseException: the error given to `fail`, or what `allocate` raised.
+        Raises ConfigError if `nbytes` is below 1 or more than the pool can ever have, TimeoutError if not enough was
+        given back in time, or the error given to `fail`, or what `allocate` raised.
         """
         needed = self._needed(nbytes)
         with self._changed:

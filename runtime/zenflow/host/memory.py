@@ -98,30 +98,20 @@ class HostMemory:
 
     @property
     def bytes_by_use(self) -> dict[str, int]:
-        """Bytes that are allocated now, by use."""
         return self._count.by_use()
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated at a time."""
         return self._count.peak_bytes
 
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, use: Use, interval_bytes: int | None = None
     ) -> torch.Tensor:
-        """Memory that stays for long; zeroed, and reachable for the copy streams where they need it.
+        """Memory that stays for long; zeroed, and, but for "state", reachable for the copy streams.
 
-        No forked child has it, where the native engine allocates it.
-
-        Args:
-            shape: of the tensor.
-            dtype: of the tensor.
-            use: what it is counted as. "state" is not reached by copies.
-            interval_bytes: what the host works on as a unit; None: all of it.
-
-        Raises:
-            MemoryError: there is not as much.
-            HostEngineError: the host engine has failed, or it is closed.
+        No forked child has it, where the native engine allocates it. `interval_bytes` is what the host works on as a
+        unit; None: all of it. Raises MemoryError if there is not as much, HostEngineError if the engine has failed or
+        is closed.
         """
         if self._closed:
             raise HostEngineError("the host engine is closed, and gets no more memory")
@@ -138,8 +128,7 @@ class HostMemory:
     def beside(self, work: Callable[[], _T]) -> Future[_T]:
         """Get memory in another thread where it has to be pinned, which may take seconds; else at once.
 
-        Args:
-            work: calls `empty`. Done at once, it raises here what it raises, else where its result is asked for.
+        `work` calls `empty`. Done at once, it raises here what it raises, else where its result is asked for.
         """
         if self._device.pin_bytes is None:
             done: Future[_T] = Future()

@@ -26,11 +26,7 @@ _POLL_S = 1.0
 
 
 def load_native() -> ModuleType:
-    """The native module.
-
-    Raises:
-        HostEngineError: it is missing or cannot be loaded.
-    """
+    """The native module; raises HostEngineError if it is missing or cannot be loaded."""
     try:
         from zenflow import _native
     except ImportError as error:
@@ -44,11 +40,7 @@ class NativeBackend(Backend):
     name = "native"
 
     def __init__(self, native: ModuleType, cpus: list[int]) -> None:
-        """Start the threads.
-
-        Raises:
-            HostEngineError: they could not be started.
-        """
+        """Start the threads; raises HostEngineError if they could not be started."""
         self._native = native
         self._engine = self._start_threads(cpus)
         self.threads = len(cpus)

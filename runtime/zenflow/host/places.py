@@ -27,11 +27,7 @@ class OwnProcess:
         return os.getpid() == self._pid
 
     def require(self) -> None:
-        """Refuse a use by a forked child.
-
-        Raises:
-            UnsupportedError: it is one.
-        """
+        """Raise UnsupportedError in a forked child."""
         if not self.is_this:
             raise UnsupportedError(
                 f"process {os.getpid()} was forked from process {self._pid}, which alone has the optimizer's state and "
@@ -40,13 +36,7 @@ class OwnProcess:
 
 
 def finalize(owner: object, end: Callable[..., object], *arguments: Any) -> weakref.finalize[Any, Any]:
-    """As `weakref.finalize`, for what a forked child has not got and must not end: there it does nothing.
-
-    Args:
-        owner: with whose end it is called.
-        end: what to call.
-        arguments: for that.
-    """
+    """As `weakref.finalize`, for what a forked child has not got and must not end: there it does nothing."""
     return weakref.finalize(owner, _unless_forked, OwnProcess(), end, arguments)
 
 
@@ -56,8 +46,7 @@ def _unless_forked(process: OwnProcess, end: Callable[..., object], arguments: t
 
 
 ALIGN_BYTES = 64
-Piece = tuple[int, int]
-"""Address, bytes."""
+Piece = tuple[int, int]  # address, bytes
 _FEW_PIECES = 4
 _PATIENT_SHARE = 32
 """While memory is promised and less than 1/32 of all is free, a take waits for a place in few pieces.
@@ -83,22 +72,14 @@ class Places:
     """Free and taken bytes of segments that are made as they are needed; knows nothing of memory and threads."""
 
     def __init__(self, capacity_bytes: int, align: int = ALIGN_BYTES) -> None:
-        """Begin without any segment.
-
-        Args:
-            capacity_bytes: most bytes of all segments together.
-            align: entries are cut only at multiples of this many bytes.
-        """
+        """Begin without any segment; `capacity_bytes` is most of all together, `align` where alone entries are cut."""
         self.capacity_bytes = capacity_bytes
-        self.allocated_bytes = 0
-        """Of all segments, also of those that are being made."""
-        self.coming_bytes = 0
-        """Of segments that are being made for nobody in particular."""
+        self.allocated_bytes = 0  # of all segments, also of those that are being made
+        self.coming_bytes = 0  # of segments that are being made for nobody in particular
         self.taken_bytes = 0
         self.older_bytes = 0
         """Of what is taken, that of entries from before the capacity fell: they do not count against it."""
-        self.promised = 0
-        """Entries that are given back without their taker's doing."""
+        self.promised = 0  # entries that are given back without their taker's doing
         self._align = align
         self._end = 0  # one address space, with gaps: only parts of one segment are neighbours
         self._free: list[tuple[int, int]] = []  # ascending: bytes, address
@@ -109,12 +90,7 @@ class Places:
         """Parts of free extents to take, and bytes of a new segment; None as long as a take has to wait.
 
         In this order: a free extent of that size, part of the smallest larger one, a new segment, or several of them.
-
-        Args:
-            needed: bytes of the entry, padded.
-
-        Raises:
-            ConfigError: that is more than there can ever be.
+        Raises ConfigError if `needed` (padded) is more than there can ever be.
         """
         most = self.capacity_bytes // self._align * self._align
         if needed > most:
@@ -176,7 +152,6 @@ class Places:
         return True
 
     def give(self, pieces: Sequence[Piece]) -> None:
-        """Free what was taken."""
         for address, size in pieces:
             self.taken_bytes -= size
             low, high = address, address + size

@@ -28,17 +28,12 @@ class StartGate:
         self._open = False
 
     def reach(self, step: int) -> None:
-        """Say which step is over."""
         with self._changed:
             self._step = step
             self._changed.notify_all()
 
     def hurry(self, number: int) -> None:
-        """Hold nothing back up to a job, since somebody waits for it.
-
-        Args:
-            number: of the job, counted from 1 in the order of submission.
-        """
+        """Hold nothing back up to a job, counted from 1 in the order of submission, since somebody waits for it."""
         with self._changed:
             self._urgent = max(self._urgent, number)
             self._changed.notify_all()
@@ -50,12 +45,7 @@ class StartGate:
             self._changed.notify_all()
 
     def wait(self, number: int, not_before: int) -> None:
-        """Block until a job may start.
-
-        Args:
-            number: of the job.
-            not_before: the step that must be over.
-        """
+        """Block until a job may start, which is after the step `not_before`."""
         with self._changed:
             while not (not_before <= self._step or number <= self._urgent or self._open):
                 # Not for ever: a finalizer that runs in this very thread may open it just before it sleeps.
@@ -68,16 +58,13 @@ class HostColumns:
 
     rule: Rule
     state: ColumnState
-    handle: int
-    """The backend's number for them."""
+    handle: int  # the backend's number for them
 
 
 class Control:
     """A step's device scalars on the host: factor on the gradient, and whether the step is skipped.
 
-    Args:
-        values: [2] fp32 in host memory: factor, skip (0 or 1).
-        transfer: brings them there.
+    `values` is [2] fp32 in host memory (factor, and 0 or 1 for skip) once `transfer` is over.
     """
 
     __slots__ = ("_live", "transfer", "values")
@@ -104,8 +91,7 @@ class HostGradient:
     start: int
     """Where in it the gradient begins, in elements."""
     numel: int
-    transfer: Transfer
-    """The last of its copies."""
+    transfer: Transfer  # the last of its copies
 
     def pieces(self) -> list[torch.Tensor]:
         """Flat memory of this gradient alone; behind each other [n, rows]."""
@@ -121,7 +107,6 @@ class HostGradient:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The gradient's."""
         return self.memory[0].dtype
 
 
@@ -132,8 +117,7 @@ class LogEntry:
     step: int
     gradient: HostGradient
     hyper: Hyper
-    control: Control | None
-    """None: factor 1, not skipped."""
+    control: Control | None  # None: factor 1, not skipped
 
     def live(self) -> tuple[float, bool]:
         """Factor on the gradient, and whether the step counts; only once the control has arrived."""
@@ -192,10 +176,8 @@ class Unpack:
     """Take over the state of columns."""
 
     columns: HostColumns
-    slots: torch.Tensor
-    """[n] int64."""
-    packed: torch.Tensor
-    """[n, packed_columns] int32 in host memory."""
+    slots: torch.Tensor  # [n] int64
+    packed: torch.Tensor  # [n, packed_columns] int32 in host memory
 
 
 Task = Update | ReadMasters | Unpack

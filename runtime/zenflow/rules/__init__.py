@@ -14,7 +14,6 @@ from zenflow.rules.base import Hyper, Rule
 from zenflow.rules.momentum import SGD, Lion, LionHyper, SGDHyper
 
 RULES: Mapping[str, Rule] = MappingProxyType({rule.name: rule for rule in (AdamW(), Adam(), Adagrad(), Lion(), SGD())})
-"""Every rule by its name."""
 
 __all__ = [
     "RULES",

@@ -25,7 +25,6 @@ class AdamWHyper(_Numbers):
 
     @property
     def decay(self) -> float:
-        """Factor that decoupled weight decay multiplies a weight with."""
         return 1 - self.lr * self.weight_decay
 
 

@@ -53,18 +53,12 @@ class Rule(ABC):
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
-        """Copy a parameter group's hyperparameters.
-
-        Raises:
-            UnsupportedError: one is a tensor on a device, which could not be read without waiting.
-        """
+        """Copy a parameter group's hyperparameters; raises UnsupportedError if one is a tensor on a device."""
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters that make no sense, and what this rule does not do.
 
-        Raises:
-            ConfigError: naming the field, its value and what is allowed.
-            UnsupportedError: a hyperparameter is a tensor on a device.
+        Raises ConfigError; UnsupportedError if one is a tensor on a device, which only a wait could read.
         """
         for name in self.at_least_0:
             value = _real(group[name], name)
@@ -98,18 +92,13 @@ class Rule(ABC):
             moments: each [n, rows] fp32.
             count: [n] int32, updates so far per column.
             gradient: [n, rows] fp32; is left as it is.
-            hyper: the step's hyperparameters, of this rule's own type.
+            hyper: of this rule's own type.
             decay: factor on the weights (`hyper.decay`, or the product over a window).
         """
 
 
 def number(group: Mapping[str, Any], name: str) -> float:
-    """A hyperparameter as a float.
-
-    Raises:
-        ConfigError: it is no number.
-        UnsupportedError: it is a tensor on a device.
-    """
+    """A hyperparameter as a float; raises ConfigError if it is no number."""
     value = _real(group[name], name)
     if value is None:
         raise ConfigError.of(name, group[name], "a number")
@@ -117,12 +106,7 @@ def number(group: Mapping[str, Any], name: str) -> float:
 
 
 def betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """A group's two decay rates.
-
-    Raises:
-        ConfigError: they are not two numbers.
-        UnsupportedError: one is a tensor on a device.
-    """
+    """A group's two decay rates; raises ConfigError if they are not two numbers."""
     found = _betas(group)
     if found is None:
         raise ConfigError.of("betas", group["betas"], "two numbers")
@@ -130,40 +114,24 @@ def betas(group: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def check_betas(group: Mapping[str, Any]) -> None:
-    """Refuse decay rates with which moments would not be averages.
-
-    Raises:
-        ConfigError: naming the field, its value and what is allowed.
-        UnsupportedError: one is a tensor on a device.
-    """
+    """Raise ConfigError for decay rates with which moments would not be averages."""
     found = _betas(group)
     if found is None or not all(0 <= beta < 1 for beta in found):
         raise ConfigError.of("betas", group["betas"], "two numbers from 0 to below 1")
 
 
 def check_flag(group: Mapping[str, Any], name: str, *, allowed: bool, why: str) -> None:
-    """Refuse a flag of torch's optimizers that is there and means something else.
-
-    Raises:
-        ConfigError: naming the flag, its value and what is allowed.
-    """
+    """Raise ConfigError for a flag of torch's optimizers that is there and means something else."""
     value = group.get(name, allowed)
     if bool(value) is not allowed:
         raise ConfigError.of(name, value, f"{allowed}: {why}")
 
 
 def per_count(count: torch.Tensor, *scalars: Callable[[Any], Any]) -> tuple[torch.Tensor, ...]:
-    """Scalars that depend on a column's update count, computed in fp64 and rounded once.
+    """Scalars that depend on a column's update count, each [n, 1] fp32, computed in fp64 and rounded once.
 
     On the CPU they are Python's floats, whose powers are libm's, as they are in a kernel; elsewhere they stay on the
-    device.
-
-    Args:
-        count: [n] int32, at least 1.
-        scalars: each takes a count, as a float or as an fp64 tensor.
-
-    Returns:
-        For each scalar [n, 1] fp32.
+    device. `count` is [n] int32, at least 1; each of `scalars` takes one, as a float or as an fp64 tensor.
     """
     if count.device.type != "cpu":
         counts = count.double().unsqueeze(1)
@@ -184,12 +152,9 @@ def root(value: Any) -> Any:
 
 
 def rooted(values: torch.Tensor) -> torch.Tensor:
-    """Square roots, each the nearest fp32 number.
+    """Square roots of fp32 numbers, each the nearest fp32 number.
 
     On the CPU torch may take MKL's, which on some processors are not the nearest for one number in six.
-
-    Args:
-        values: any shape, fp32.
     """
     if values.device.type != "cpu":
         return values.sqrt()

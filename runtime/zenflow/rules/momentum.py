@@ -82,7 +82,6 @@ class LionHyper(Hyper):
 
     @property
     def decay(self) -> float:
-        """Factor that decoupled weight decay multiplies a weight with."""
         return 1 - self.lr * self.weight_decay
 
 
