@@ -133,7 +133,11 @@ class Gradient:
     @property
     def device_parts(self) -> Sequence[DevicePart]:
         """What is updated on the device; once it has left, if it is to."""
-        return self.weight.split.flat_parts if self._staged is None else self._staged.device_parts
+        return (
+            self.weight.split.flat_parts
+            if self._staged is None
+            else self._staged.group.device_parts[self._staged.number]
+        )
 
     def account(self) -> None:
         """Tell the ledger what was applied on the device."""

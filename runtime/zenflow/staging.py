@@ -11,10 +11,9 @@ import torch
 from zenflow.buckets import Bucket, Part, Sent, SentPart
 from zenflow.deferred import plan_entry, saved_into
 from zenflow.device import HostSpan
-from zenflow.groups import Groups, SplitWeight, first_bucket
+from zenflow.groups import Group, Groups, SplitWeight, first_bucket
 from zenflow.host.places import padded
 from zenflow.host.tasks import HostGradient
-from zenflow.kernels.base import DevicePart
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.standin import GradientRecord
@@ -25,8 +24,10 @@ class Staged:
     """One weight's gradient that has left the device."""
 
     record: GradientRecord
-    device_parts: Sequence[DevicePart]
-    """What is updated with it on the device."""
+    group: Group
+    """With which it was packed."""
+    number: int
+    """In the group."""
     resident: torch.Tensor | None
     """[plan.resident, rows] in the gradient's dtype, on the device."""
     selected: torch.Tensor | None
@@ -101,7 +102,7 @@ class Dispatcher:
         for number, (weight, gradient) in enumerate(gradients):
             record = GradientRecord(weight.name, energies, group.columns[number])
             own = [next(rest) for _ in _parts(weight)]
-            staged = Staged(record, group.device_parts[number], group.resident[number], group.selected[number], own)
+            staged = Staged(record, group, number, group.resident[number], group.selected[number], own)
             if runtime.ledger is not None:
                 staged.mass = mass(gradient)
             found.append(staged)

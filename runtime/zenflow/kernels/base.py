@@ -104,6 +104,10 @@ class DeviceWeight:
     transposed: bool
     """Whether it is stored [columns, rows]."""
 
+    def gradients_alike(self) -> bool:
+        """Whether packed gradients have the parameter's dtype."""
+        return all(part.packed is None or part.packed.dtype == self.dtype for part in self.parts)
+
 
 class DeviceUpdates:
     """Updates that differ from step to step in little but addresses and the gradients' values.
@@ -146,6 +150,11 @@ class DeviceUpdates:
                 part.state.update(self._rule, rows, hypers[weight.group], skip=skip)
                 if parameter is not None:
                     self._write(weight, part, parameter)
+
+    def _same_dtypes(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients that are not packed have their parameters' dtypes."""
+        pairs = zip(gradients, self._weights, strict=True)
+        return all(gradient is None or gradient.dtype == weight.dtype for gradient, weight in pairs)
 
     def _write(self, weight: DeviceWeight, part: DevicePart, parameter: torch.Tensor) -> None:
         if part.columns is None:

@@ -85,10 +85,10 @@ class NativeKernels(Kernels):
         )
 
     def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
-        known = RULES.get(rule.name) is rule and all(weight.dtype in _DTYPES for weight in weights)
-        return (
-            _NativeUpdates(self, self._native, rule, weights) if known else super().device_updates(rule, weights, send)
-        )
+        known = all(weight.dtype in _DTYPES and weight.gradients_alike() for weight in weights)
+        if RULES.get(rule.name) is not rule or not known:
+            return super().device_updates(rule, weights, send)
+        return _NativeUpdates(self, self._native, rule, weights)
 
     def pack_bucket(
         self,
@@ -98,8 +98,9 @@ class NativeKernels(Kernels):
         kept: torch.Tensor,
         energies: torch.Tensor,
     ) -> None:
-        buffers = [(one.data_ptr(), one.numel()) for one in (sent, kept, energies)]
-        self._bucket(tables).pack([address_of(one) for one in gradients], *buffers, self.threads)
+        of_sent, of_kept, of_energies = ((one.data_ptr(), one.numel()) for one in (sent, kept, energies))
+        addresses = [address_of(one) for one in gradients]
+        self._bucket(tables).pack(addresses, of_sent, of_kept, of_energies, self.threads)
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         self._bucket(tables).show([address_of(one) for one in weights], (rows.data_ptr(), rows.numel()), self.threads)
@@ -136,6 +137,9 @@ class _NativeUpdates(DeviceUpdates):
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
+        if not self._same_dtypes(gradients):
+            super().run(parameters, gradients, hypers, factor=factor, skip=skip)
+            return
         strides = [None if one is None else one.stride() for one in parameters]
         if self._made is None or strides != self._strides:
             self._made, self._strides = self._make(parameters), strides

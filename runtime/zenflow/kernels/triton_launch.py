@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
@@ -49,6 +48,19 @@ class TritonKernels(EagerKernels):
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._powers: dict[tuple[tuple[float, float], ...], torch.Tensor] = {}
+
+    def powers(self, betas: tuple[tuple[float, float], ...], send: Send) -> torch.Tensor:
+        """On the device [pairs, counts, 2], see `count_kept`: Python's powers, as the eager rules have on the CPU."""
+        if betas not in self._powers:
+            counts = range(1, 1 + max(map(_counts_until_one, itertools.chain(*betas))))
+            of_pairs = [[(1 - beta1**count, 1 / root(1 - beta2**count)) for count in counts] for beta1, beta2 in betas]
+            self._powers = {
+                betas: send(torch.tensor([[(1.0, 1.0), *of_pair] for of_pair in of_pairs], dtype=torch.float64))
+            }
+        return self._powers[betas]
+
     def runs_on(self, device: torch.device) -> bool:
         return device.type != "cpu" or isinstance(triton_kernels.pack_bucket, InterpretedFunction)
 
@@ -75,7 +87,9 @@ class TritonKernels(EagerKernels):
 
     def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
         large = any(part.state.master.shape[1] >= _MOST_ROWS for weight in weights for part in weight.parts)
-        return super().device_updates(rule, weights, send) if large else TritonUpdates(self, rule, weights, send)
+        if large or not all(weight.gradients_alike() for weight in weights):
+            return super().device_updates(rule, weights, send)
+        return TritonUpdates(self, rule, weights, send)
 
 
 def _over_bucket(
@@ -140,9 +154,10 @@ class TritonUpdates(DeviceUpdates):
         send: to the device.
     """
 
-    def __init__(self, kernels: Kernels, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> None:
+    def __init__(self, kernels: TritonKernels, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> None:
         super().__init__(kernels, rule, weights)
         self._send = send
+        self._powers_of = kernels.powers
         self._parts = [part for weight in weights for part in weight.parts]
         self._packed = [[0 if part.packed is None else address_of(part.packed) for part in w.parts] for w in weights]
         self._reaches = [t for part in self._parts for t in (*_streams(part.state), part.state.count, part.packed)]
@@ -193,7 +208,7 @@ class TritonUpdates(DeviceUpdates):
         factor: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
     ) -> None:
-        if not self._take(hypers):
+        if not (self._same_dtypes(gradients) and self._take(hypers)):
             super().run(parameters, gradients, hypers, factor=factor, skip=skip)
             return
         plain = [one if one is None or one.is_contiguous() else None for one in parameters]
@@ -210,7 +225,7 @@ class TritonUpdates(DeviceUpdates):
         uneven = changing[: len(reached)].reshape(-1, 2) % 16 != 0
         count = launcher(triton_kernels.count_kept, RULE=kind, BLOCK=COUNT_BLOCK)
         in_all = self._count_tiles, self._records, wide, self._powers, *self._of_counts
-        count(len(self._count_tiles), device, self._last, *in_all, reaches=self._reaches)
+        count(len(self._count_tiles), device, self._powers.shape[1] - 1, *in_all, reaches=self._reaches)
         reaches = [*parameters, *gradients, *self._reaches]
         scalars = self._one if factor is None else factor, self._never if skip is None else skip
         for one in self._alike:
@@ -244,9 +259,7 @@ class TritonUpdates(DeviceUpdates):
         if betas != self._betas:
             if max(map(_counts_until_one, itertools.chain(*betas))) > _MOST_COUNTS:
                 return False
-            powers = _powers(list(dict.fromkeys(betas)))
-            self._betas, self._last = betas, powers.shape[1] - 1
-            (self._powers,) = sent_together(self._send, [powers])
+            self._betas, self._powers = betas, self._powers_of(tuple(dict.fromkeys(betas)), self._send)
         self._table = table = np.zeros((len(hypers), 8))
         for line, hyper, of_group in zip(table, hypers, numbers, strict=True):
             counts = of_group.kind != "sgd" or of_group.scalars[6] != 0
@@ -264,13 +277,6 @@ def _streams(state: ColumnState) -> list[torch.Tensor]:
 def _counts_until_one(beta: float) -> int:
     """Updates after which 1 - beta^count is 1 in fp64."""
     return math.ceil(-54 * math.log(2) / math.log(beta)) + 1 if beta else 1
-
-
-def _powers(betas: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
-    """[pairs, counts, 2], see `count_kept`; Python's powers, as those of the eager rules on the CPU."""
-    counts = range(1, 1 + max(map(_counts_until_one, itertools.chain(*betas))))
-    of_pairs = [[(1 - beta1**count, 1 / root(1 - beta2**count)) for count in counts] for beta1, beta2 in betas]
-    return np.array([[(1.0, 1.0), *of_pair] for of_pair in of_pairs])
 
 
 @dataclass(frozen=True, slots=True)

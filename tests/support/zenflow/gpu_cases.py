@@ -19,8 +19,9 @@ import torch
 import zenflow.device
 from tests.support.oracle import ReferenceAdamW
 from tests.support.tiers import combinations
+from tests.support.zenflow.bucket_cases import Side, assert_alike, drawn
 from tests.support.zenflow.device_cases import HYPER, KNOBS, WINDOWS, RuntimeCases, loss_of, model_on, weights_of
-from tests.support.zenflow.kernel_cases import DTYPES, Draw, KernelCases
+from tests.support.zenflow.kernel_cases import DTYPES, EAGER, Draw, KernelCases
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow import Timeline, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import HostSpan, device_for
@@ -160,44 +161,39 @@ class GpuCases(RuntimeCases):
 class GpuKernelCases(KernelCases):
     """A subclass has fixtures `kernels` and `device`."""
 
-    large = 1531, 2063, 517
-    """Rows, columns, and those that are updated: many tiles, none of them full."""
+    large = (1531, 2063)
+    """Rows and columns: many tiles, none of them full."""
 
-    @pytest.mark.parametrize(
-        ("name", "dtype", "layout"),
-        combinations(name=NAMES, dtype=DTYPES, layout=("contiguous", "transposed")),
-        ids=str,
-    )
-    def test_a_large_update_is_the_eager_one(
-        self, kernels: Kernels, device: torch.device, name: str, dtype: torch.dtype, layout: str
+    @pytest.mark.parametrize(("name", "dtype"), combinations(name=NAMES, dtype=DTYPES), ids=str)
+    def test_large_updates_are_the_eager_ones(
+        self, kernels: Kernels, device: torch.device, name: str, dtype: torch.dtype
     ) -> None:
-        self.compare(
-            kernels,
-            device,
-            Draw(11, device),
-            RULES[name],
-            RULES[name].hyper(random_group(name, random.Random(3))),
-            self.large,
-            (dtype, dtype),
-            (layout, layout),
-            odd=False,
-            chosen=True,
-            factor=0.37,
-            skip=True,
-        )
+        rule, draw, cpu = RULES[name], Draw(11, torch.device("cpu")), torch.device("cpu")
+        weights = drawn(draw, rule, [self.large], dtype, odd=False)
+        hypers = [rule.hyper(random_group(name, random.Random(seed))) for seed in (3, 4)]
+        sides = Side(EAGER, rule, weights, cpu), Side(kernels, rule, weights, device)
+        gradients = [draw.values(*weight.parameter.shape).to(dtype) for weight in weights]
+        for side in sides:
+            side.step(gradients, hypers, 0.37, None)
+        assert_alike(*sides)
 
     def test_nothing_waits_for_the_device(self, kernels: Kernels, device: torch.device) -> None:
-        draw = Draw(12, device)
-        matrix, columns = draw.values(64, 96).bfloat16(), draw.columns(20, 96)
-        skip, factor = torch.tensor(False, device=device), torch.tensor(0.5, device=device)
-        cases = [(RULES[name], draw.state(RULES[name], 20, 64, odd=False)) for name in NAMES]
-        hypers = [rule.hyper(random_group(rule.name, random.Random(4))) for rule, _ in cases]
+        draw, dtype = Draw(12, torch.device("cpu")), torch.bfloat16
+        matrix, columns = draw.values(64, 96).bfloat16().to(device), draw.columns(20, 96).to(device)
+        sides, given = [], [draw.values(64, 96).to(dtype), draw.values(96, 64).to(dtype), draw.values(64, 96).to(dtype)]
+        for name in NAMES:
+            rule = RULES[name]
+            weights, send = drawn(draw, rule, [(64, 96)], dtype, odd=False), device_for(device).send
+            side = Side(kernels, rule, weights, device, send=send)
+            hypers = [rule.hyper(random_group(name, random.Random(4)))] * 2
+            side.step(given, hypers, None, None)  # compiles
+            sides.append((side, hypers))
+        whole = [None, None, given[2].to(device)]
         with no_synchronisation():
             kernels.scatter(matrix, columns, kernels.pack(matrix, columns))
-            kernels.importance(matrix)
-            gradient = matrix.clone()
-            for (rule, state), hyper in zip(cases, hypers, strict=True):
-                kernels.update(rule, state, gradient, matrix, hyper, columns=columns, factor=factor, skip=skip)
+            kernels.energies(matrix)
+            for side, hypers in sides:
+                side.updates.run(side.parameters, whole, hypers)
 
 
 def recorded(torch_device: torch.device) -> tuple[ZenFlowAdamW, Timeline]:

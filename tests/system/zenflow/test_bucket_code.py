@@ -23,29 +23,29 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from zenflow.kernels import bucket_kernels as kernels
-from zenflow.kernels.bucket_launch import PACK_TILES, SHOW_TILES, narrow_tile
-from zenflow.kernels.tables import COUNT_BLOCK, KEPT_TILES
+from zenflow.kernels import triton_kernels as kernels
+from zenflow.kernels.triton_launch import COUNT_BLOCK, KEPT_TILES, PACK_TILES, SHOW_TILES, narrow_tile
 
 KINDS = {
-    "records": "*i64", "addresses": "*i64", "wide": "*fp64", "powers": "*fp64", "skip": "*i1", "last": "i64",
+    "records": "*i64", "reached": "*i64", "wide": "*fp64", "powers": "*fp64", "skip": "*i1",
+    "present": "i64", "last": "i64",
     **{f"a{i}": "i64" for i in range(8)},
-    **dict.fromkeys(("tiles", "places", "counts", "updated", "columns_of"), "*i32"),
+    **dict.fromkeys(("tiles", "places", "updated"), "*i32"),
 }
 OF_ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-def compiled(kernel, capability, present="i64", **constants):
+def compiled(kernel, capability, fused=False, **constants):
     signature = {}
     for name in kernel.arg_names:
         kind = KINDS.get(name, "*fp32")
-        if name in ("sent", "kept", "arrived", "gradients"):
+        if name in ("sent", "kept", "arrived"):
             kind = OF_ELEMENT[constants["ELEMENT"]]
-        signature[name] = "constexpr" if name in constants else present if name == "present" else kind
+        signature[name] = "constexpr" if name in constants else kind
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False})
+    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": fused})
 
 def registers(made):
     if not OBJDUMP.exists():
@@ -71,12 +71,14 @@ def variants(everything):
                     yield kernels.sum_partials, {"BLOCK_R": block_r, "BLOCK_C": block_c}
         for rule in rules:
             block_n, block_r = KEPT_TILES[transposed]
-            tail = {} if rule == "adam" else {"second": None}
             constants = {"RULE": rule, "L2": element != "bf16", "BLOCK_N": block_n, "BLOCK_R": block_r}
-            yield kernels.update_kept, {"present": "*u8", **tail, **common, **constants}
+            yield kernels.update_kept, {**common, **constants}
     for rule in rules:
         yield kernels.count_kept, {"RULE": rule, "BLOCK": COUNT_BLOCK}
 
+FUSED = {"RULE": "adam", "L2": True, "ELEMENT": "fp32", "EVEN": True, "TRANSPOSED": True, "BLOCK_N": 4, "BLOCK_R": 256}
+
+FORBIDDEN = r"\\b(?:fma|approx|full|ftz|atom|red)\\b"
 found = []
 for kernel, constants in variants(EVERYTHING):
     made = compiled(kernel, CAPABILITY, **constants)
@@ -84,7 +86,8 @@ for kernel, constants in variants(EVERYTHING):
     ptx = made.asm["ptx"]
     memory = Counter(re.findall(r"\\b((?:ld|st)\\.global\\S*?\\.(?:v\\d\\.)?[bu]\\d+)", ptx))
     constants["kernel"] = kernel.__name__
-    found.append([constants, memory, registers(made), bool(re.search(r"\\b(?:fma|approx|ftz|atom|red)\\b", ptx))])
+    found.append([constants, memory, registers(made), bool(re.search(FORBIDDEN, ptx))])
+assert re.search(FORBIDDEN, compiled(kernels.update_kept, CAPABILITY, fused=True, **FUSED).asm["ptx"])  # can be there
 print(json.dumps(found))
 """
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 torch.set_num_threads(4)
 from zenflow.host.native import load_native
+from zenflow.kernels.base import DevicePart, DeviceWeight
 from zenflow.kernels.native import NativeKernels
 from zenflow.rules import RULES
 from zenflow.state import ColumnState
@@ -27,7 +28,8 @@ STATE = ColumnState(ones(1, 1), 1)
 def update(kernels):
     master = ones(1, 1 << 17)
     state = ColumnState.over([master, master], STATE.count)
-    kernels.update(RULE, state, ones(1 << 17, 1), None, HYPER)
+    weight = DeviceWeight([DevicePart(state, None, None)], 0, master.dtype, 1, torch.Tensor.detach, transposed=False)
+    kernels.device_updates(RULE, [weight], torch.Tensor.clone).run([None], [ones(1 << 17)], [HYPER])
     return bool((master.numpy() == 0.5).all())
 def helpers(wanted):
     # A new thread takes a moment until it has its name.

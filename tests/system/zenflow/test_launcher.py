@@ -37,7 +37,7 @@ launches = ctypes.c_int.in_dll(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver, jit
-from tests.support.zenflow.triton_variants import NoDriver
+from tests.support.zenflow.triton_driver import NoDriver
 
 class Stub(NoDriver):
     def __init__(self):
@@ -50,11 +50,13 @@ class Stub(NoDriver):
         return ty
 
 driver.set_active(Stub())
-from zenflow.kernels import bucket_kernels
+from zenflow.kernels import triton_kernels
 from zenflow.kernels.launcher import Launcher, launcher
-from zenflow.kernels.tables import BucketTables, KeptState, KeptTables, TablePart
+from zenflow.kernels.base import DevicePart, DeviceWeight
+from zenflow.kernels.tables import BucketTables, TablePart
 from zenflow.kernels.triton_launch import TritonKernels
 from zenflow.rules import RULES
+from zenflow.state import ColumnState
 
 looked = []
 run = jit.JITFunction.run
@@ -74,24 +76,29 @@ kernels, rule, found = TritonKernels(), RULES["adamw"], {}
 hyper = rule.hyper({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1})
 for weights in (1, 7, 9, 70):
     tables = bucket(weights)
-    kept = KeptTables([tables], [0] * weights, torch.Tensor.clone)
-    streams = [torch.zeros(weights * 128) for _ in range(3)]
-    state = KeptState(streams[0], (streams[1], streams[2]), torch.zeros(weights * 8, dtype=torch.int32))
-    kernels.warm(rule, [tables], [(kept, state)], [hyper])
     of = [torch.zeros(16, 32, dtype=torch.bfloat16) for _ in range(weights)]
     sent, flat = torch.zeros(weights * 384, dtype=torch.bfloat16), torch.zeros(weights * 128, dtype=torch.bfloat16)
-    found[weights] = [
-        counted(lambda: kernels.pack_bucket(tables, of, sent, flat, torch.zeros(weights * 32))),
-        counted(lambda: kernels.show_bucket(tables, of, sent)),
-        counted(lambda: kernels.update_kept(rule, kept, of, flat, state, [hyper], longest=1)),
+    columns = torch.arange(8)
+    updated = []
+    for packed in flat.split(128):
+        part = DevicePart(ColumnState(torch.zeros(8, 16), 2), columns, packed.view(8, 16))
+        updated.append(DeviceWeight([part], 0, flat.dtype, 32, torch.Tensor.detach, transposed=False))
+    updates = kernels.device_updates(rule, updated, torch.Tensor.clone)
+    calls = [
+        lambda: kernels.pack_bucket(tables, of, sent, flat, torch.zeros(weights * 32)),
+        lambda: kernels.show_bucket(tables, of, sent),
+        lambda: updates.run(of, [None] * weights, [hyper]),
     ]
+    for call in calls:  # compiled
+        call()
+    found[weights] = [counted(call) for call in calls]
 
 def total(launcher):
     tiles, records = torch.zeros((1, 2), dtype=torch.int32), torch.zeros((1, 8), dtype=torch.int64)
     return lambda: launcher(1, tiles.device, 1, tiles, records, torch.zeros(1), torch.zeros(1))
 
 def made():
-    return Launcher(bucket_kernels.sum_partials, 4, {"BLOCK_R": 64, "BLOCK_C": 128})
+    return Launcher(triton_kernels.sum_partials, 4, {"BLOCK_R": 64, "BLOCK_C": 128})
 
 def refuses(*_):
     raise TypeError("function takes exactly 3 arguments")
@@ -106,7 +113,7 @@ class Compiled:  # of a release that names things otherwise
 other = made()
 other.kernel = type("Kernel", (), {
     "warmup": lambda self, *args, **kwargs: Compiled(),
-    "__getitem__": lambda self, grid: bucket_kernels.sum_partials[grid],
+    "__getitem__": lambda self, grid: triton_kernels.sum_partials[grid],
 })()
 found["other names"] = [counted(total(other)), counted(total(other))]
 print(json.dumps(found))

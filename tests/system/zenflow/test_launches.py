@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 from tests.support.tiers import fast
 from tests.support.zenflow.simulated_cuda import SimulatedCuda
-from tests.support.zenflow.simulated_tensor import inner_of
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.config import AUTO_SELECT_INTERVAL
 from zenflow.deferred import DeferredTier
@@ -40,32 +37,6 @@ def model_of(gpu: SimulatedCuda, weights: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes)).bfloat16().to(gpu.device)
 
 
-class Counted:
-    """Stands for a Triton kernel, which would take its interpreter minutes: counted, and only importance is made up."""
-
-    def __init__(self, gpu: SimulatedCuda, name: str) -> None:
-        self.gpu = gpu
-        self.name = name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.launch
-
-    def launch(self, *args: Any, **constants: Any) -> None:
-        self.gpu.counts().launches[self.name] += 1
-        if self.name == "column_sums":
-            inner_of(args[1]).uniform_()  # so that each selection is another one
-
-
-@contextmanager
-def counted_kernels(gpu: SimulatedCuda) -> Iterator[None]:
-    """From here on kernels of Triton are counted; that they can be launched at all was found out before."""
-    triton_kernels = pytest.importorskip("zenflow.kernels.triton_kernels", reason="Triton cannot be imported here")
-    with ExitStack() as replaced:
-        for name in ("column_sums", "pack_columns", "scatter_columns", "update_columns"):
-            replaced.enter_context(mock.patch.object(triton_kernels, name, Counted(gpu, name)))
-        yield
-
-
 def loss_of(gpu: SimulatedCuda, model: nn.Module) -> Tensor:
     loss: Tensor = model(torch.randn(4, 200).bfloat16().to(gpu.device)).float().square().mean()
     return loss
@@ -85,16 +56,15 @@ def launches_a_step(gpu: SimulatedCuda, knobs: dict[str, Any], weights: int, *, 
     alone = given(gpu, "alone")
     model.zero_grad()
     optimizer = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(**knobs), module=model)
-    with counted_kernels(gpu):
-        for step in range(WARM_UP + AUTO_SELECT_INTERVAL):
-            if step == WARM_UP:
-                gpu.counted.pop("step")
-            with gpu.part("step"):
-                loss_of(gpu, model).backward()
-                if clips:
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-            optimizer.zero_grad()
+    for step in range(WARM_UP + AUTO_SELECT_INTERVAL):
+        if step == WARM_UP:
+            gpu.counted.pop("step")
+        with gpu.part("step"):
+            loss_of(gpu, model).backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
     optimizer.close()
     return given(gpu, "step") / AUTO_SELECT_INTERVAL - alone
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.zenflow.bucket_cases import Bucket, BucketCases
 from tests.support.zenflow.kernel_cases import Draw
@@ -11,7 +15,6 @@ from zenflow.host.native import load_native
 from zenflow.kernels import Kernels
 from zenflow.kernels.base import EagerKernels
 from zenflow.kernels.native import NativeKernels
-from zenflow.kernels.tables import KeptTables
 
 if torch.cuda.is_available():  # one process has either the interpreter or the compiler
     pytest.skip("a CUDA device is here: tests/system/gpu compares the compiled kernels", allow_module_level=True)
@@ -24,21 +27,6 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
-
-
-def test_other_numbers_of_kept_columns_make_other_tables() -> None:
-    draw = Draw(5, CPU)
-    buckets = [Bucket(draw, [(9, 40), (300, 7)], torch.float32, share, transposed=share > 0.5) for share in (0.2, 0.9)]
-    tables = KeptTables([bucket.tables(CPU) for bucket in buckets], [0, 1, 1, 0], torch.Tensor.clone)
-    buckets[1].counts = [3, 5]
-    moved = tables.with_places({1: buckets[1].moved()})
-    new = KeptTables([bucket.tables(CPU) for bucket in buckets], [0, 1, 1, 0], torch.Tensor.clone)
-    assert (tables.sizes, moved.sizes) == ([8, 1, 36, 6], [8, 1, 3, 5])
-    for one, other in zip((moved, *moved.buckets), (new, *new.buckets), strict=True):
-        for name, value in vars(other).items():
-            assert not isinstance(value, torch.Tensor) or torch.equal(value, getattr(one, name)), name
-    for flag, tiles in new.tiles.items():
-        assert torch.equal(moved.tiles[flag], tiles)
 
 
 class OnTheCpu(BucketCases):
@@ -74,3 +62,25 @@ class TestInTheInterpreter(OnTheCpu):
         kernels.show_bucket(bucket.tables(CPU), [weight], arrived)
         assert torch._C._is_cow_tensor(weight)  # type: ignore[attr-defined]
         assert int((clone == 3.5).sum()) == bucket.sent
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would be given to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_eager_sums_off_the_cpu_are_not_row_after_row() -> None:
+    """Only the CPU's are promised an order."""
+    with Launches() as launches:
+        energies = EagerKernels().energies(torch.empty(5000, 3, dtype=torch.bfloat16, device="meta"))
+    assert (energies.shape, energies.dtype) == ((3,), torch.float32)
+    assert launches.count <= 3  # memory, roots, squares

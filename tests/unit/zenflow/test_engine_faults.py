@@ -209,7 +209,9 @@ def test_a_late_thread_does_not_hold_up_anothers_fault(kind: str) -> None:
 
     step()
     optimizer.flush()
-    engine_of(optimizer).inject(kind, 0, 600.0)  # of the pieces of a bucket, one is late and the other thread's next fails
+    engine_of(optimizer).inject(
+        kind, 0, 600.0
+    )  # of the pieces of a bucket, one is late and the other thread's next fails
     error = error_soon(step)
     optimizer.abandon()
     assert str(error) == f"updating 0 failed: {CAUSES[kind]}"

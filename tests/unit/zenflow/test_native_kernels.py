@@ -12,6 +12,7 @@ import torch
 
 from tests.support.oracle import energies as reference_energies
 from tests.support.tiers import combinations
+from tests.support.zenflow.bucket_cases import Bucket, Side, assert_alike, drawn
 from tests.support.zenflow.kernel_cases import (
     DTYPES,
     EAGER,
@@ -26,14 +27,15 @@ from tests.support.zenflow.kernel_cases import (
 )
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow.host.native import load_native
-from zenflow.kernels.base import ColumnUpdate, PackedColumns
+from zenflow.kernels import Kernels
+from zenflow.kernels.base import DevicePart, DeviceUpdates, DeviceWeight
 from zenflow.kernels.native import NativeKernels
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 
 CPU = torch.device("cpu")
 # Several tiles each way, none of them full; and one long column.
-LARGE = ((531, 70, 37), (40_001, 1, 1), (2, 900, 411))
+LARGE = [(531, 70), (40_001, 1), (2, 900)]
 
 
 THREADS = (1, 2, 5)
@@ -73,29 +75,21 @@ def with_threads(**axes: Iterable[Any]) -> Any:
 
 @pytest.mark.usefixtures("threads")
 class TestOnSeveralThreads:
-    @with_threads(name=NAMES, shape=LARGE)
-    def test_a_large_update_is_the_eager_one(
-        self, kernels: NativeKernels, device: torch.device, name: str, shape: tuple[int, int, int]
+    @with_threads(name=NAMES, dtype=DTYPES)
+    def test_large_updates_are_the_eager_ones(
+        self, kernels: NativeKernels, device: torch.device, name: str, dtype: torch.dtype
     ) -> None:
-        draw = Draw(sum(shape), device)
-        for layouts in zip(LAYOUTS, draw.choice.sample(LAYOUTS, len(LAYOUTS)), strict=True):
-            dtype = draw.choice.choice(DTYPES)
-            rule, hyper = hyper_of(name, draw.choice.randint(0, 99))
-            for of_gradient in (dtype, torch.float32):
-                KernelCases().compare(
-                    kernels,
-                    device,
-                    draw,
-                    rule,
-                    hyper,
-                    shape,
-                    (dtype, of_gradient),
-                    layouts,
-                    odd=draw.choice.random() < 0.3,
-                    chosen=shape[2] < shape[1] or draw.choice.random() < 0.5,
-                    factor=draw.choice.choice([None, 0.37]),
-                    skip=draw.choice.choice([None, False, True]),
-                )
+        """Steps differ in gradients, factor and skip, and a weight gets other strides."""
+        draw, rule = Draw(NAMES.index(name), device), RULES[name]
+        weights = drawn(draw, rule, LARGE, dtype, odd=False)
+        hypers = [rule.hyper(random_group(name, random.Random(seed))) for seed in (1, 2)]
+        sides = Side(EAGER, rule, weights, device), Side(kernels, rule, weights, device)
+        for factor, skip in ((None, None), (0.3, False), (0.7, True)):
+            gradients = [draw.values(*weight.parameter.shape).to(dtype) for weight in weights]
+            for side in sides:
+                side.step(gradients, hypers, factor, skip)
+                side.parameters[0] = side.parameters[0].t().contiguous().t()
+            assert_alike(*sides)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_large_matrices_are_packed_and_written(
@@ -148,88 +142,26 @@ class TestOnSeveralThreads:
                 assert same(memory(matrix), memory(expected)), (rows, of, layout)
 
 
-def updates(draw: Draw, rule: Rule, dtype: torch.dtype) -> list[ColumnUpdate]:
-    """As a step has them: whole parameters, among them their own masters, and tiers of others."""
-    made = []
-    for number in range(12):
-        rows, of = draw.choice.choice([(1, 1), (7, 3), (300, 40), (513, 66)])
-        hyper = rule.hyper(random_group(rule.name, random.Random(number % 2)))
-        n = draw.choice.randint(1, of)
-        if number % 3 == 0:
-            flat = draw.values(rows * of, 1)
-            own = dtype == torch.float32
-            weights = None if own else flat.to(dtype)
-            state = ColumnState(flat.view(1, -1) if own else flat.t().contiguous(), rule.moments)
-            made.append(ColumnUpdate(state, draw.values(rows * of, 1).to(dtype), weights, hyper))
-            continue
-        columns = draw.columns(n, of) if number % 3 == 1 else None
-        gradient, weights = draw.values(rows, of).to(dtype), draw.values(rows, of).to(dtype)
-        if columns is None:
-            gradient, weights = gradient[:, :n], weights[:, :n]
-        made.append(ColumnUpdate(draw.state(rule, n, rows, odd=False), gradient, weights, hyper, columns))
-    return made
-
-
-def twins(of: list[ColumnUpdate]) -> list[ColumnUpdate]:
-    return [
-        ColumnUpdate(copied(one.state), one.gradient, None if one.weights is None else one.weights.clone(), one.hyper,
-                     one.columns)
-        for one in of
-    ]  # fmt: skip
-
-
-def assert_equal(ours: list[ColumnUpdate], theirs: list[ColumnUpdate]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        assert equal_states(one.state, other.state)
-        assert (one.weights is None) == (other.weights is None)
-        if one.weights is not None and other.weights is not None:
-            assert torch.equal(one.weights, other.weights)
-
-
 @pytest.mark.usefixtures("threads")
-@with_threads(name=NAMES, dtype=[*DTYPES, torch.float64])
-def test_the_updates_of_a_step_at_once(kernels: NativeKernels, name: str, dtype: torch.dtype) -> None:
-    """float64 is none of ours and goes another way."""
-    draw, rule = Draw(NAMES.index(name), CPU), RULES[name]
-    ours = updates(draw, rule, dtype)
-    theirs = twins(ours)
-    for factor, skip in (
-        (None, None),
-        (torch.tensor(0.3), torch.tensor(False)),
-        (torch.tensor(0.7), torch.tensor(True)),
-    ):
-        kernels.update_many(rule, ours, factor=factor, skip=skip)
-        EAGER.update_many(rule, theirs, factor=factor, skip=skip)
-        assert_equal(ours, theirs)
-
-
-@pytest.mark.usefixtures("threads")
-@with_threads(name=NAMES, dtype=DTYPES, of_gradients=DTYPES)
-def test_updates_with_packed_gradients(
+@with_threads(name=NAMES, dtype=DTYPES, of_gradients=[torch.float32, torch.bfloat16])
+def test_gradients_of_another_dtype(
     kernels: NativeKernels, name: str, dtype: torch.dtype, of_gradients: torch.dtype
 ) -> None:
-    """Beside the eager ones; steps differ in gradients, factor and skip, and a weight gets other strides."""
     draw, rule = Draw(NAMES.index(name), CPU), RULES[name]
-    weights, ours, theirs, hypers = [], [], [], []
-    for number in range(5):
-        rows, of = draw.choice.choice([(1, 1), (7, 3), (300, 40), (513, 66)])
-        weights.append(draw.values(rows, of).to(dtype))
-        hypers.append(rule.hyper(random_group(rule.name, random.Random(number % 2))))
-        for columns in draw.columns(of, of).split(draw.choice.randint(1, of)):
-            gradient = torch.empty(len(columns), rows, dtype=of_gradients)
-            state = draw.state(rule, len(columns), rows, odd=False)
-            ours.append(PackedColumns(number, state, gradient, columns))
-            theirs.append(PackedColumns(number, copied(state), gradient, columns))
-    copies = [weight.clone() for weight in weights]
-    native, eager = kernels.packed_updates(rule, ours), EAGER.packed_updates(rule, theirs)
-    for factor, skip in ((None, None), (torch.tensor(0.3), torch.tensor(False)), (None, torch.tensor(True))):
-        for one in ours:
-            one.gradient.copy_(draw.values(*one.gradient.shape))
-        native.run(weights, hypers, factor=factor, skip=skip)
-        eager.run(copies, hypers, factor=factor, skip=skip)
-        assert all(equal_states(one.state, other.state) for one, other in zip(ours, theirs, strict=True))
-        assert all(torch.equal(one, other) for one, other in zip(weights, copies, strict=True))
-        weights[0] = weights[0].t().contiguous().t()
+    weights = drawn(draw, rule, [(7, 3), (30, 40)], dtype, odd=False)
+    hypers = [rule.hyper(random_group(name, random.Random(seed))) for seed in (1, 2)]
+    sides = Side(EAGER, rule, weights, CPU, of_gradients), Side(kernels, rule, weights, CPU, of_gradients)
+    gradients = [draw.values(*weight.parameter.shape).to(of_gradients) for weight in weights]
+    for side in sides:
+        side.step(gradients, hypers, 0.5, None)
+    assert_alike(*sides)
+
+
+def flat_updates(kernels: Kernels, rule: Rule, state: ColumnState) -> DeviceUpdates:
+    """Of one row that is its own weight."""
+    part = DevicePart(state, None, None)
+    weight = DeviceWeight([part], 0, torch.float32, 1, torch.Tensor.detach, transposed=False)
+    return kernels.device_updates(rule, [weight], torch.Tensor.clone)
 
 
 def test_columns_that_the_matrix_does_not_have(kernels: NativeKernels) -> None:
@@ -241,8 +173,10 @@ def test_columns_that_the_matrix_does_not_have(kernels: NativeKernels) -> None:
             kernels.pack(matrix, wrong)
         with pytest.raises(IndexError, match="of a matrix with 3"):
             kernels.scatter(matrix, wrong, source)
+        part = DevicePart(state, wrong, torch.ones(2, 4))
+        weight = DeviceWeight([part], 0, matrix.dtype, 3, torch.Tensor.detach, transposed=False)
         with pytest.raises(IndexError, match="of a matrix with 3"):
-            kernels.update(rule, state, matrix, matrix, hyper, columns=wrong)
+            kernels.device_updates(rule, [weight], torch.Tensor.clone).run([matrix], [None], [hyper])
         assert matrix.unique().tolist() == [1.0]
         assert state.count.tolist() == [0, 0]
 
@@ -253,11 +187,11 @@ def test_numbers_are_rounded_as_ever_where_torch_flushes_denormals(kernels: Nati
     state = ColumnState(torch.full((1, 50_000), 3e-40), rule.moments)
     expected = copied(state)
     gradient = torch.full((50_000, 1), 1e-40)
-    EAGER.update(rule, expected, gradient, None, hyper)
+    flat_updates(EAGER, rule, expected).run([None], [gradient], [hyper])
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
-        kernels.update(rule, state, gradient, None, hyper)
+        flat_updates(kernels, rule, state).run([None], [gradient], [hyper])
         assert torch.tensor(1e-40).mul(1.0).item() == 0.0  # as the caller left it
     finally:
         torch.set_flush_denormal(False)
@@ -273,8 +207,9 @@ def test_several_threads_update_at_once(kernels: NativeKernels) -> None:
     expected = [copied(state) for state in states]
 
     def work(state: ColumnState, gradient: torch.Tensor) -> None:
+        updates = flat_updates(kernels, rule, state)
         for _ in range(10):
-            kernels.update(rule, state, gradient, None, hyper)
+            updates.run([None], [gradient], [hyper])
 
     workers = [threading.Thread(target=work, args=pair) for pair in zip(states, gradients, strict=True)]
     for worker in workers:
@@ -283,5 +218,17 @@ def test_several_threads_update_at_once(kernels: NativeKernels) -> None:
         worker.join()
     for state, gradient, other in zip(states, gradients, expected, strict=True):
         for _ in range(10):
-            EAGER.update(rule, other, gradient, None, hyper)
+            flat_updates(EAGER, rule, other).run([None], [gradient], [hyper])
         assert equal_states(state, other)
+
+
+def test_buffers_that_are_too_short(kernels: NativeKernels) -> None:
+    bucket = Bucket(Draw(1, CPU), [(4, 6), (3, 5)], torch.float32, 0.5, transposed=False)
+    tables, columns = bucket.tables(CPU), 11
+    for short in range(3):
+        sizes = [bucket.sent, bucket.kept, columns]
+        sizes[short] -= 1
+        with pytest.raises(IndexError, match=r"for (the columns|all energies) of a bucket"):
+            kernels.pack_bucket(tables, bucket.weights, *map(torch.empty, sizes))
+    with pytest.raises(IndexError, match="too short"):
+        kernels.show_bucket(tables, bucket.weights, torch.empty(bucket.sent - 1))

@@ -17,11 +17,9 @@ from zenflow.runtime import Runtime
 from zenflow.selection import SelectionChange, plan_move, top_columns
 from zenflow.weight import _sent_together
 
-importance = EagerKernels().importance
 
-
-def test_importance_is_taken_in_fp32() -> None:
-    scores = importance(torch.full((300, 2), 100.0, dtype=torch.float16))  # 3e6, beyond the range of fp16
+def test_energies_are_taken_in_fp32() -> None:
+    scores = EagerKernels().energies(torch.full((300, 2), 100.0, dtype=torch.float16))  # 3e6, beyond the range of fp16
     assert scores.dtype == torch.float32
     assert scores.tolist() == [3e6, 3e6]
 
