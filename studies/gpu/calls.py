@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 from gpu.bench import Bench, Size
+from gpu.launches import launches_of
 from gpu.record import Record
 
 from zenflow.device import Device, HostSpan
 from zenflow.kernels import kernels_for
-from zenflow.rules import RULES
 from zenflow.standin import GradientPlaceholder, GradientRecord
-from zenflow.state import ColumnState
 
 _CALLS = 200
-_SELECTED_SHARE = 20
-"""One column in so many."""
 
 
 def calls(record: Record, bench: Bench, size: Size) -> None:
@@ -28,22 +25,11 @@ def calls(record: Record, bench: Bench, size: Size) -> None:
     device, made = bench.device(), kernels_for(bench.torch_device)
     matrix = bench.put(torch.randn(size.hidden, size.hidden).bfloat16())
     parameter = torch.nn.Parameter(matrix.clone())
-    deferred, selected = (
-        bench.put(torch.tensor([column for column in range(size.hidden) if bool(column % _SELECTED_SHARE) == rest]))
-        for rest in (True, False)
-    )
-    rows = made.pack(matrix, deferred)
-    state = ColumnState(torch.zeros(len(selected), size.hidden, device=matrix.device), 2)
-    rule = RULES["adamw"]
-    hyper = rule.hyper({"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
     energies = made.energies(matrix)
+    rows = matrix[: -(-19 * len(matrix) // 20)]
     timed: dict[str, Callable[[], Any]] = {
         "a launch of torch": lambda: energies.add_(1),
-        "energies": lambda: made.energies(matrix),
-        "pack the deferred columns": lambda: made.pack(matrix, deferred),
-        "pack the selected columns": lambda: made.pack(matrix, selected),
-        "scatter": lambda: made.scatter(matrix, deferred, rows),
-        "update the selected columns": lambda: made.update(rule, state, matrix, matrix, hyper, columns=selected),
+        **{name: call for name, (call, _) in launches_of(bench, made, matrix).items()},
         "stand in for a gradient": lambda: GradientPlaceholder(parameter, GradientRecord("weight", energies)),
         "count a write": lambda: torch.autograd.graph.increment_version([parameter]),
         "watch for writes": parameter.detach()._lazy_clone,

@@ -81,7 +81,7 @@ def _stalls(figures: Figures) -> Iterator[Goal]:
 
 
 def _kernels(figures: Figures) -> Iterator[Goal]:
-    for kernel in ("importance", "pack", "scatter", "update"):
+    for kernel in ("pack and sum", "show", "update all"):
         share = (figures.get("kernels", {}).get(kernel) or {}).get("of_copy")
         met = None if share is None else share >= _OF_COPY
         yield Goal(f"kernel {kernel}, of a copy's rate", f"at least {_OF_COPY:.0%}", _share(share), met)

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from gpu.bench import ROOT, Bench, Size
+from gpu.launches import launches_of
 from gpu.record import Record, UnavailableError
 
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.kernels import kernels_for
-from zenflow.rules import RULES
-from zenflow.state import ColumnState
 from zftune.planner.model import Machine
 
 _PACKAGES = (
@@ -132,19 +131,7 @@ def kernels(record: Record, bench: Bench, size: Size) -> None:
     record.note("kernels", made.name)
     copy = record.measure("copy", lambda: _copy_gbps(bench, size))
     matrix = bench.put(torch.randn(_rows(bench, size), size.hidden).bfloat16())
-    columns = bench.put(torch.tensor([column for column in range(size.hidden) if column % 20]))  # all but 5%
-    rows = made.pack(matrix, columns)
-    state = ColumnState(matrix.t().contiguous().float(), 2)
-    rule = RULES["adamw"]
-    hyper = rule.hyper({"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
-    # Bytes of an element: read, and packed or written; fp32 state is read and written.
-    launches: dict[str, tuple[Callable[[], Any], int]] = {
-        "importance": (lambda: made.importance(matrix), matrix.nbytes),
-        "pack": (lambda: made.pack(matrix, columns), 2 * rows.nbytes),
-        "scatter": (lambda: made.scatter(matrix, columns, rows), 2 * rows.nbytes),
-        "update": (lambda: made.update(rule, state, matrix, matrix, hyper), 14 * matrix.nbytes),
-    }
-    for name, (launch, nbytes) in launches.items():
+    for name, (launch, nbytes) in launches_of(bench, made, matrix).items():
         record.measure(name, lambda launch=launch, nbytes=nbytes: _rate(bench, launch, nbytes, copy))
     if not bench.simulated:
         record.measure("compiled beforehand", lambda: _trained(bench, size), needs_s=5)
