@@ -16,12 +16,15 @@ from zenflow.ledger import mass
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.staging import ColumnStager, Dispatcher, Staged
+from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
 from zenflow.weight import WeightState, wrote
 
 
 class Gradient:
     """One weight's gradient in a step; knows what to do with it in each tier."""
+
+    __slots__ = ("_energies", "_runtime", "_staged", "_whole", "control", "weight")
 
     def __init__(self, runtime: Runtime, weight: WeightState, staged: Staged | None) -> None:
         """Take it from `.grad`; changes nothing.
@@ -200,6 +203,8 @@ def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepContro
         live: of one step.
         control: the step's.
     """
+    if control is None and all(gradient.factor is None for gradient in live):
+        return
     shared: dict[int, StepControl | None] = {}
     for gradient in live:
         if id(gradient.factor) not in shared:
@@ -294,6 +299,7 @@ class Gradients:
         self._runtime = runtime
         self._stream = stream
         self._dispatcher = Dispatcher(runtime)
+        self._most_bytes = 0  # that were sent in one step
         self.streamed = False
         """Whether any gradient of the last step left during backward, the last weight's first."""
         self._streamer = Streamer(least_firings, self._leave, runtime.device.current_stream)
@@ -338,6 +344,7 @@ class Gradients:
                 self._streamer.stream(weight.parameter, ColumnStager(self._runtime, weight))
         self._dispatcher.groups.forget()
         self._streamer.regroup()
+        self._most_bytes = 0
 
     def collect(self, weights: Iterable[WeightState]) -> list[Gradient]:
         """What there is in `.grad`, and what has left it; changes nothing.
@@ -345,12 +352,15 @@ class Gradients:
         Raises:
             UnsupportedError: one is sparse, or was taken by an earlier step.
         """
-        self._streamer.require_current()
-        found = [
-            Gradient(self._runtime, weight, self._streamer.staged(weight.parameter))
-            for weight in weights
-            if weight.parameter.grad is not None
-        ]
+        staged = self._streamer.staged()
+        found = []
+        for weight in weights:
+            one, parameter = staged.get(id(weight.parameter)), weight.parameter
+            if one is None and parameter.grad is None:
+                continue
+            if one is None and isinstance(parameter.grad, GradientPlaceholder) and parameter.grad.record.zeroed:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)  # another optimizer's
+            found.append(Gradient(self._runtime, weight, one))
         self.streamed = any(one.left for one in found)
         return found
 
@@ -369,14 +379,13 @@ class Gradients:
         """Leave what was collected to a step."""
         self._streamer.hand_over()
 
-    def end_step(self, weights: Iterable[WeightState]) -> None:
+    def end_step(self) -> None:
         """Let one step's gradients wait for the link from now on: copies may run on until the next backward.
 
-        In the first step, which has all gradients in full, no more waits than arrives at a time.
+        In the first step no more waits than arrives at a time.
         """
-        trained = (weight for weight in weights if weight.parameter.requires_grad)
-        nbytes = sum(w.plan.deferred * w.plan.rows * w.parameter.element_size() for w in trained)
-        self._runtime.room.nbytes = nbytes
+        self._most_bytes = max(self._most_bytes, self._dispatcher.sent_bytes)
+        self._runtime.room.nbytes, self._dispatcher.sent_bytes = self._most_bytes, 0
 
     def restore(self) -> None:
         """Bring everything that has left back into `.grad`, before columns change tier between two steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,12 +57,9 @@ class ScoreLayout:
         ).view(-1)
         self._selected = torch.tensor([weight.plan.selected for weight in weights], device="cpu")
 
-    def fits(self, weights: Sequence[WeightState]) -> bool:
+    def fits(self, weights: list[WeightState]) -> bool:
         """Whether it is that of these weights, as they are split now."""
-        return len(weights) == len(self.weights) and all(
-            one is other and one.plan is plan and one.shares_importance(self.newest)
-            for one, other, plan in zip(weights, self.weights, self._plans, strict=True)
-        )
+        return weights == self.weights and [weight.plan for weight in weights] == self._plans
 
     def energies(self, scores: torch.Tensor) -> torch.Tensor:
         """[weights, 2] fp32: the sums of scores over the selected and over all offloaded columns.
@@ -69,8 +67,8 @@ class ScoreLayout:
         Args:
             scores: [columns of all] fp32.
         """
-        indices = [weight.selected_index for weight in self.weights]
-        if len(indices) != len(self._indices) or any(a is not b for a, b in zip(indices, self._indices, strict=True)):
+        indices = [weight.split.selected_index for weight in self.weights]
+        if len(indices) != len(self._indices) or not all(map(operator.is_, indices, self._indices)):
             self._indices, self._index = indices, torch.cat(torch._foreach_add(indices, self.starts))
         selected = scores.index_select(0, self._index)
         if scores.device.type == "cpu":  # one operation in place of two a weight
@@ -87,7 +85,7 @@ class Importance:
     def __init__(self) -> None:
         self._layout: ScoreLayout | None = None
 
-    def layout(self, weights: Sequence[WeightState]) -> ScoreLayout:
+    def layout(self, weights: list[WeightState]) -> ScoreLayout:
         """For these weights, kept while they are the same."""
         if self._layout is None or not self._layout.fits(weights):
             self._layout = ScoreLayout(weights)
@@ -117,9 +115,10 @@ def select(
         skip: 0-dim bool; where true the step does not count.
         splits: whether all columns will be split anew after this step.
     """
-    measured = [one for one in live if one.weight.selects or (splits and one.weight.plan.columns)]
+    measured = [one for one in live if one.weight.plan.selects or (splits and one.weight.plan.columns)]
     scores = _Scores(importance, measured, skip) if measured else None
-    due = [one for one in measured if one.weight.selects and (not one.weight.started or selects(step, interval))]
+    everyone = selects(step, interval)
+    due = [one for one in measured if one.weight.plan.selects and (everyone or not one.weight.started)]
     if scores is not None and due:
         _propose(runtime, history, due, scores, skip)
     starting = [gradient.weight for gradient in live if not gradient.weight.started]
@@ -130,7 +129,7 @@ def select(
             runtime.buckets.allocate()
             for weight in starting:
                 weight.read()
-    selecting = [place for place, one in enumerate(measured) if one.weight.selects]
+    selecting = [place for place, one in enumerate(measured) if one.weight.plan.selects]
     if scores is None or not selecting:
         return Selecting([], None, starting)
     energies = _unscaled(measured, scores.layout.energies(scores.all))
@@ -157,11 +156,11 @@ class _Scores:
         self.layout = importance.layout([gradient.weight for gradient in gradients])
         newest = self.layout.newest
         newest.copy_(self.all if skip is None else torch.where(skip, newest, self.all))
-        self._places = {gradient: place for place, gradient in enumerate(gradients)}
+        self._gradients = gradients
 
     def of(self, gradient: Gradient) -> torch.Tensor:
         """[columns] of one gradient, a view."""
-        place = self._places[gradient]
+        place = self._gradients.index(gradient)
         return self.all.narrow(0, self.layout.starts[place], self.layout.sizes[place])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ def can_be_trained(parameter: torch.Tensor, device: torch.device) -> bool:
     return parameter.dtype in DTYPES and parameter.device == device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightPlan:
     """The split of one parameter. A parameter without a column view has 0 columns and is wholly resident."""
 
@@ -42,15 +43,20 @@ class WeightPlan:
     first_bucket: int
     """Number of its bucket, which it may share with its neighbours; of the first of them where it is cut."""
 
-    @property
+    @functools.cached_property
     def offloaded(self) -> int:
         """Number of offloaded columns: resident .. columns - 1."""
         return self.columns - self.resident
 
-    @property
+    @functools.cached_property
     def deferred(self) -> int:
         """Number of deferred columns, each in a slot of the host state."""
         return self.offloaded - self.selected
+
+    @functools.cached_property
+    def selects(self) -> bool:
+        """Whether there is anything to choose between."""
+        return 0 < self.selected < self.offloaded
 
     @property
     def bucket_slots(self) -> list[tuple[int, int]]:

@@ -117,7 +117,8 @@ class SplitState:
         self._plan = plan
         self._runtime = runtime
         self._initial = initial
-        self._own_master = False
+        self.is_own_master = False
+        """Whether the parameter's own memory is its master: fp32, and wholly resident."""
         self.flat_parts: list[DevicePart] = []
         """Its only part, where it is flat."""
         if flat:
@@ -129,11 +130,13 @@ class SplitState:
             self.selected = self._device_state(plan.selected)
         if plan.deferred and plan.rows:
             self.deferred = DeferredTier(name, plan, parameter.dtype, deferred, runtime, initial)
+        self.on_device = self.resident is not None or self.selected is not None
+        """Whether any column's state is on the device."""
 
     def _flat_master(self) -> torch.Tensor:
         weights = self._parameter.detach()
-        self._own_master = weights.dtype == torch.float32 and weights.is_contiguous()
-        if self._own_master:
+        self.is_own_master = weights.dtype == torch.float32 and weights.is_contiguous()
+        if self.is_own_master:
             return weights.view(1, -1)
         return weights.reshape(1, -1).to(torch.float32, copy=True)
 
@@ -144,20 +147,10 @@ class SplitState:
     def _matrix(self) -> torch.Tensor:
         return self._plan.view(self._parameter.detach())
 
-    @property
-    def on_device(self) -> bool:
-        """Whether any column's state is on the device."""
-        return self.resident is not None or self.selected is not None
-
-    @property
-    def is_own_master(self) -> bool:
-        """Whether the parameter's own memory is its master: fp32, and wholly resident."""
-        return self._own_master
-
     def is_replaced(self) -> bool:
         """Whether the parameter, which was its own master, has other memory now."""
         resident = self.resident
-        return self._own_master and resident is not None and resident.master.data_ptr() != self._parameter.data_ptr()
+        return self.is_own_master and resident is not None and resident.master.data_ptr() != self._parameter.data_ptr()
 
     # --- masters ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +161,7 @@ class SplitState:
             values: in the parameter's shape: the weights, or what they were rounded from.
         """
         if self.flat:
-            if self.resident is not None and not self._own_master:
+            if self.resident is not None and not self.is_own_master:
                 self.resident.master.copy_(values.reshape(1, -1))
             return
         matrix = self._plan.view(values)
@@ -198,7 +191,7 @@ class SplitState:
             self.deferred.read_masters(self._matrix(), keep=True, besides=in_flight)
 
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
-        if state is not None and not self._own_master:
+        if state is not None and not self.is_own_master:
             state.master.copy_(reread(state.master, columns))
 
     def exchange(self, move: Move) -> None:

@@ -48,6 +48,8 @@ class Dispatcher:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.groups = Groups(runtime)
+        self.sent_bytes = 0
+        """Since a step set it to 0."""
 
     def __call__(self, gradients: Sequence[tuple[SplitWeight, torch.Tensor]]) -> list[Staged]:
         """Send gradients; blocks while there is no room for them, on the host or on their way.
@@ -142,6 +144,7 @@ class Dispatcher:
         runtime.room.add(transfer, nbytes)
         runtime.last_d2h = transfer
         runtime.traffic.d2h_bytes += nbytes
+        self.sent_bytes += nbytes
         sent = Sent(bucket, place, transfer, len(parts))
         bucket.places.append(place)
         ends = itertools.accumulate((elements for _, elements in parts), initial=0)

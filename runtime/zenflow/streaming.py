@@ -272,32 +272,35 @@ class Streamer:
         """Of all gradients that have left and that no step has taken."""
         return [watch.staged.record for watch in self._watches.values() if watch.staged is not None]
 
-    def require_current(self) -> None:
-        """Before a step changes anything: refuse gradients that cannot be had.
+    def staged(self) -> dict[int, Staged]:
+        """What a step finds of the gradients that have left, by the parameter's id; may be asked again.
 
-        Raises UnsupportedError if a parameter's `.grad` stands for a gradient that an earlier step took, or what kept a
-        gradient of sharded rows from leaving.
+        The others are whole in `.grad`: gradients that were never staged, or zeros. Changes nothing that a step would
+        miss. Raises UnsupportedError if a parameter's `.grad` stands for a gradient that an earlier step took, or what
+        kept a gradient of sharded rows from leaving.
         """
-        for watch in self._watches.values():
-            if watch.error is not None:
-                raise watch.error
-            gradient = watch.parameter.grad
-            if watch.own() is None and isinstance(gradient, GradientPlaceholder) and not gradient.record.zeroed:
-                raise taken(gradient.record.name)
-
-    def staged(self, parameter: nn.Parameter) -> Staged | None:
-        """What a step finds of a gradient that has left, after `require_current`; may be asked again.
-
-        None where `.grad` holds all there is: a gradient that was never staged, zeros, or nothing.
-        """
-        watch = self._watches.get(id(parameter))
-        staged = None if watch is None else watch.own()
-        if watch is not None and staged is not None and staged.record.zeroed:
+        found: dict[int, Staged] = {}
+        zeroed: list[_Watch] = []
+        for key, watch in self._watches.items():
+            staged, gradient, standin = watch.staged, watch.parameter.grad, watch.standin
+            if standin is None or gradient is not standin or staged is None or standin.record is not staged.record:
+                if watch.error is not None:
+                    raise watch.error
+                staged = watch.own()
+                if isinstance(gradient, GradientPlaceholder) and gradient.record.zeroed:
+                    zeroed.append(watch)
+                    continue
+                if staged is None and isinstance(gradient, GradientPlaceholder):
+                    raise taken(gradient.record.name)
+            elif staged.record.zeroed:
+                zeroed.append(watch)
+                continue
+            if staged is not None:
+                found[key] = staged
+        for watch in zeroed:
             watch.forget()
-            staged = None
-        if isinstance(parameter.grad, GradientPlaceholder) and parameter.grad.record.zeroed:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        return staged
+            watch.parameter.grad = torch.zeros_like(watch.parameter, requires_grad=False)
+        return found
 
     def hand_over(self) -> None:
         """Leave all that is staged to a step; afterwards a stand-in in `.grad` only tells its norm.

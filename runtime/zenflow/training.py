@@ -180,7 +180,7 @@ class Training:
         self._take(live, groups, self._control(live, grad_scale, found_inf), grad_scale)
 
     def _end_step(self) -> None:
-        self.gradients.end_step(self.model.weights)
+        self.gradients.end_step()
         if self.shards is not None:
             self.shards.drop_gradients()
         traffic, self.runtime.traffic = self.runtime.traffic, Traffic()

@@ -59,7 +59,12 @@ class WeightState:
         """Numbers (over the whole model) of the buckets whose windows are not visible yet."""
         self._runtime = runtime
         self._initial = initial  # of each moment
-        self._split: SplitState | None = None
+        self.started = False
+        """Whether the masters were read, which happens at the first gradient."""
+        self.split: SplitState
+        """Where its state lies; only once it has started."""
+        self.deferred: DeferredTier | None = None
+        """The host's part; None where there is none, or before the start."""
         self._proposal: _Proposal | None = None
         self._scores: torch.Tensor | None = None
         self._writes = WriteWatch(parameter)
@@ -73,25 +78,9 @@ class WeightState:
         """All weights that share this one's memory, this one included."""
 
     @property
-    def started(self) -> bool:
-        """Whether the masters were read, which happens at the first gradient."""
-        return self._split is not None
-
-    @property
-    def split(self) -> SplitState:
-        """Where its state lies; only once it has started."""
-        assert self._split is not None
-        return self._split
-
-    @property
-    def deferred(self) -> DeferredTier | None:
-        """The host's part; None where there is none, or before the start."""
-        return None if self._split is None else self._split.deferred
-
-    @property
     def selects(self) -> bool:
         """Whether there is anything to choose between."""
-        return 0 < self.plan.selected < self.plan.offloaded
+        return self.plan.selects
 
     @property
     def pending(self) -> bool:
@@ -121,7 +110,10 @@ class WeightState:
 
     def start(self) -> None:
         """Make room; at the first gradient, after `propose` where something is to be selected, before `read`."""
-        self._split = self._make_split(flat=self.plan.resident == self.plan.columns)
+        self._begin(self._make_split(flat=self.plan.resident == self.plan.columns))
+
+    def _begin(self, split: SplitState) -> None:
+        self.split, self.deferred, self.started = split, split.deferred, True
 
     def read(self) -> None:
         self.split.read_masters(self._runtime.masters.take(self.parameter))
@@ -158,15 +150,14 @@ class WeightState:
 
     def repartition(self, plan: WeightPlan) -> None:
         """Move every column to its tier under another plan, and only those that have to; nothing may be in flight."""
-        before = self._split
-        if before is None or plan.same_split(self.plan):
+        if not self.started or plan.same_split(self.plan):
             self.plan = plan
             if self.deferred is not None:
                 self.deferred.join(plan)
             return
-        self.plan = plan
-        self._split = self._make_split(flat=plan.resident == plan.columns and before.same_counts())
-        self._split.fill(before.tiers())
+        before, self.plan = self.split, plan
+        self._begin(self._make_split(flat=plan.resident == plan.columns and before.same_counts()))
+        self.split.fill(before.tiers())
         if before.deferred is not None:
             before.deferred.release()
 
@@ -180,15 +171,15 @@ class WeightState:
         slots = slots[: self.plan.columns]  # without a column view there is one, and nothing in it
         selected = offloaded[slots[self.plan.resident :] < 0]
         deferred = torch.argsort(slots.long(), stable=True)[len(slots) - self.plan.deferred :]
-        self._split = self._split_of(flat=flat, selected=selected, deferred=deferred)
-        self._split.fill([source])
+        self._begin(self._split_of(flat=flat, selected=selected, deferred=deferred))
+        self.split.fill([source])
         self.restored = True
 
     # --- weights written by others ---------------------------------------------------------------------------------
 
     def watch(self) -> None:
         """Notice from now on what others write, at the end of whatever we write ourselves."""
-        if self._split is not None and not self._split.is_own_master and not self.restored:
+        if self.started and not self.split.is_own_master and not self.restored:
             self._writes.begin(keep=bool(self.in_flight))
 
     def end_watch(self) -> OutsideWrite | None:
@@ -196,12 +187,12 @@ class WeightState:
 
         Raises UnsupportedError if the parameter has another shape, dtype or device than when its state began.
         """
-        if self._split is None:
+        if not self.started:
             return None
         self._require_form()
         if len(self.neighbours) == 1 and self._writes.pause():
             return None
-        written = self._writes.written() or self._split.is_replaced()
+        written = self._writes.written() or self.split.is_replaced()
         before = self._writes.end()
         if written:
             self._require_view()
@@ -210,7 +201,7 @@ class WeightState:
     @property
     def may_be_written(self) -> bool:
         """Whether somebody else may have written to it since `watch`."""
-        return self._split is not None and (self._writes.written() or self._split.is_replaced())
+        return self.started and (self._writes.written() or self.split.is_replaced())
 
     def differs(self) -> bool:
         """Whether it holds something else than at `watch`, or may, where that cannot be told; waits for the device."""
@@ -283,10 +274,6 @@ class WeightState:
     def share_importance(self, part: torch.Tensor) -> None:
         """Have it in memory that many weights share, [columns] fp32, which holds it already."""
         self._scores = part
-
-    def shares_importance(self, memory: torch.Tensor) -> bool:
-        """Whether it is a part of a tensor."""
-        return self._scores is not None and self._scores._base is memory
 
     def still_selected(self) -> int:
         """How many of the selected columns the pending selection keeps; waits for it."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
+from zenflow.kernels.base import address_of
+
+_is_cow_tensor: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 # A tensor's own, and that of the Python object by which it is asked.
 _OWN_HOLDERS = 2
 
@@ -51,12 +55,13 @@ class WriteWatch:
     (`rms_norm`) leave lazy clones to its older ones.
     """
 
-    __slots__ = ("_before", "_copy", "_kept", "_marked", "_parameter", "_storage", "_version", "_way")
+    __slots__ = ("_address", "_before", "_copy", "_kept", "_parameter", "_paused", "_storage", "_version", "_way")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._storage: int | None = None  # None: not watching
-        self._marked: int | None = None  # the storage that was shared when `pause` was called
+        self._address = 0
+        self._paused = False  # the memory stays marked
         self._way: Literal["shared", "copied", "counted"] = "counted"
         self._version = 0
         self._before: torch.Tensor | None = None
@@ -66,15 +71,15 @@ class WriteWatch:
     def begin(self, *, keep: bool) -> None:
         """Notice writes from now on; `keep` what the parameter holds, which takes memory once somebody writes."""
         parameter = self._parameter
-        marked, self._marked = self._marked, None
-        if marked is not None and self._is_shared(marked):  # we have written by its address alone
-            self._storage, self._version, self._way = marked, parameter._version, "shared"
+        paused, self._paused = self._paused, False
+        if paused and not self.written():  # we wrote by its address alone
             self._before = _lazy_clone(parameter.detach()) if keep else None
             self._kept = keep
             return
         on_cpu = parameter.device.type == "cpu"
         pointed_at = on_cpu and has_other_holders(parameter)
         self._storage, self._version = parameter.untyped_storage()._cdata, parameter._version
+        self._address = address_of(parameter)
         values = parameter.detach()
         self._before = None if pointed_at else _lazy_clone(values)
         self._way = "counted" if self._before is None else "shared"
@@ -93,24 +98,18 @@ class WriteWatch:
         """
         if self._storage is None or self._way != "shared" or self.written():
             return False
-        self._marked, self._storage, self._before = self._storage, None, None
+        self._paused, self._before = True, None
         return True
-
-    def _is_shared(self, storage: int) -> bool:
-        """Whether the memory is the same, and nobody has asked to write to it."""
-        parameter = self._parameter
-        same = parameter.untyped_storage()._cdata == storage
-        return same and bool(torch._C._is_cow_tensor(parameter))  # type: ignore[attr-defined]
 
     def written(self) -> bool:
         """Whether somebody may have written since `begin`."""
         parameter = self._parameter
-        if self._storage is None:
+        if self._storage is None or self._paused:
             return False
+        if self._way == "shared":
+            return address_of(parameter) != self._address or not _is_cow_tensor(parameter)
         if parameter.untyped_storage()._cdata != self._storage:
             return True
-        if self._way == "shared":
-            return not torch._C._is_cow_tensor(parameter)  # type: ignore[attr-defined]
         if self._way == "copied":
             assert self._before is not None
             return not _same(self._before, parameter.detach())
@@ -123,7 +122,8 @@ class WriteWatch:
     def end(self) -> torch.Tensor | None:
         """Notice nothing more, before we write ourselves; what the parameter held at `begin`, if to be kept."""
         before = self._before if self._kept else None
-        self._storage = self._marked = self._before = None
+        self._storage = self._before = None
+        self._paused = False
         return before
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of
+from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of, addresses_of
 from zenflow.kernels.tables import BucketTables, Send
 from zenflow.rules import RULES, Hyper, Rule
 
@@ -99,11 +99,10 @@ class NativeKernels(Kernels):
         energies: torch.Tensor,
     ) -> None:
         of_sent, of_kept, of_energies = ((one.data_ptr(), one.numel()) for one in (sent, kept, energies))
-        addresses = [address_of(one) for one in gradients]
-        self._bucket(tables).pack(addresses, of_sent, of_kept, of_energies, self.threads)
+        self._bucket(tables).pack(addresses_of(gradients), of_sent, of_kept, of_energies, self.threads)
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
-        self._bucket(tables).show([address_of(one) for one in weights], (rows.data_ptr(), rows.numel()), self.threads)
+        self._bucket(tables).show(addresses_of(weights), (rows.data_ptr(), rows.numel()), self.threads)
 
     def _bucket(self, tables: BucketTables) -> _native.Bucket:
         """Made once for each table."""
@@ -144,8 +143,8 @@ class _NativeUpdates(DeviceUpdates):
         if self._made is None or strides != self._strides:
             self._made, self._strides = self._make(parameters), strides
         self._made.run(
-            [0 if number in self._gaps else address_of(one) for number, one in enumerate(parameters)],
-            [address_of(one) for one in gradients],
+            addresses_of([None if number in self._gaps else one for number, one in enumerate(parameters)]),
+            addresses_of(gradients),
             [(hyper.numbers, hyper.decay) for hyper in hypers],
             1.0 if factor is None else float(factor),
             skip is not None and bool(skip),

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
-from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of
+from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of, addresses_of
 from zenflow.kernels.launcher import launcher
 from zenflow.kernels.tables import ALIGNED, BucketTables, Send, TablePart, sent_together, tiles_of
 from zenflow.rules import Hyper, Rule, SGDHyper
@@ -103,8 +103,8 @@ def _over_bucket(
     """Launch a kernel for every 8 parts; the addresses of their matrices."""
     block_r, block_c = _tile(tiles, tables)
     fixed = tables.tiles(block_r, block_c)
-    addresses = list(map(address_of, matrices))
-    even = tables.even and not any(address % 16 for address in (*addresses, *map(address_of, buffers)))
+    addresses = addresses_of(matrices)
+    even = tables.even and not any(address % 16 for address in (*addresses, *addresses_of(buffers)))
     launch = launcher(
         kernel,
         ELEMENT=ELEMENTS[tables.dtype],
@@ -213,8 +213,8 @@ class TritonUpdates(DeviceUpdates):
             return
         plain = [one if one is None or one.is_contiguous() else None for one in parameters]
         reached: list[int] = []
-        for parameter, gradient, packed in zip(plain, gradients, self._packed, strict=True):
-            address, whole = address_of(parameter), address_of(gradient)
+        of_gradients = addresses_of(gradients)
+        for address, whole, packed in zip(addresses_of(plain), of_gradients, self._packed, strict=True):
             for of_part in packed:
                 reached += address, of_part or whole
         table, kind, device = self._table, self._kind, self._records.device

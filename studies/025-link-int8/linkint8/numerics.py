@@ -15,11 +15,8 @@ from convergence.train import World, feed_of, start, train
 from torch import Tensor
 
 from linkint8.coding import Code
-from zenflow import gradients as of_step
-from zenflow import staging
-from zenflow.buckets import Part, SentPart
-from zenflow.runtime import Runtime
-from zenflow.staging import send
+from zenflow.groups import SplitWeight
+from zenflow.staging import Dispatcher, Staged
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -85,13 +82,17 @@ def coding(code: Code | None, seed: int) -> Iterator[None]:
         return
     link = Link(code, torch.Generator().manual_seed(seed))
 
-    def coded(runtime: Runtime, gradients: Sequence[tuple[Part, Tensor]]) -> list[SentPart]:
-        changed = [(part, matrix.clone()) for part, matrix in gradients]
-        for part, matrix in changed:
-            matrix[:, part.columns] = link.send(part, part.columns, matrix.t()).t()
-        return send(runtime, changed)
+    dispatch = Dispatcher.__call__
 
-    with mock.patch.object(staging, "send", coded), mock.patch.object(of_step, "send", coded):
+    def coded(self: Dispatcher, gradients: Sequence[tuple[SplitWeight, Tensor]]) -> list[Staged]:
+        changed = [(weight, gradient.clone()) for weight, gradient in gradients]
+        for weight, gradient in changed:
+            matrix = weight.plan.view(gradient)
+            for part in () if weight.deferred is None else weight.deferred.parts:
+                matrix[:, part.columns] = link.send(part, part.columns, matrix.t()).t()
+        return dispatch(self, changed)
+
+    with mock.patch.object(Dispatcher, "__call__", coded):
         yield
 
 

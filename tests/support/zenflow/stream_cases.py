@@ -142,10 +142,10 @@ class Streams:
 
     def take_step(self) -> list[Tensor | None]:
         """The gradients that a step gets, put together again from where they are."""
-        self.streamer.require_current()
+        left = self.streamer.staged()
         gradients = []
         for parameter in self.parameters:
-            staged = self.streamer.staged(parameter)
+            staged = left.get(id(parameter))
             gradient = parameter.grad
             if staged is not None:
                 assert isinstance(gradient, GradientPlaceholder)

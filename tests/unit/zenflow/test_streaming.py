@@ -243,10 +243,10 @@ def test_a_gradient_is_taken_once(pair: Callable[..., Pair]) -> None:
     streams.take_step()
     sentence = r"taken by an earlier step .* call zero_grad\(\) between that step\(\) and the next backward\(\)"
     with pytest.raises(UnsupportedError, match=sentence):
-        streams.streamer.require_current()
+        streams.streamer.staged()
     both.ours(tokens_of(1)).backward()
     with pytest.raises(UnsupportedError, match=sentence):
-        streams.streamer.require_current()
+        streams.streamer.staged()
     both.each(lambda model: model.zero_grad())
     both.backward(2)
     both.step()
