@@ -58,7 +58,8 @@ def registers(made):
     return found and int(found.group(1))
 
 def variants(everything):
-    elements, rules = (OF_ELEMENT, ("adam", "adagrad", "lion", "sgd")) if everything else (["bf16"], ["adam"])
+    elements = OF_ELEMENT if everything else ["bf16"]
+    rules = ["adam", "adagrad", "lion", "sgd"] if everything and CAPABILITY == 90 else ["adam"]
     for element, transposed, even in product(elements, (False, True), (True, False)):
         if not everything and (transposed or not even):
             continue
@@ -115,7 +116,7 @@ def made(
 @pytest.mark.parametrize("capability", fast([90], all_of=[80, 90, 100]))
 def test_every_tile_compiles_and_even_ones_cross_memory_in_pieces_of_16_bytes(tmp_path: Path, capability: int) -> None:
     found = made(tmp_path, capability, everything=fast(False, all_of=True))
-    assert len(found) >= fast(5, all_of=70)
+    assert len(found) >= fast(5, all_of=38)
     narrow = set()
     for constants, memory, registers, forbidden in found:
         about = f"{constants} {memory} {registers}"

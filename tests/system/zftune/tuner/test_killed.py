@@ -25,7 +25,7 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
 
-KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="12")))
+KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="6")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 

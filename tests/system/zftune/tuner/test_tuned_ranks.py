@@ -37,6 +37,7 @@ def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, st
 
 
 def test_ctrl_c_ends_all_ranks(quick: dict[str, Any], tmp_path: Path, store: Store) -> None:
+    before = multiprocessing.active_children()  # of other tests
     document = tune(of_ranks(quick, tmp_path, 2), interrupt_after(1), store)
     assert (document["interrupted"], document["measurements"]) == (True, 1)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)

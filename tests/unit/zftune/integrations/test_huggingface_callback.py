@@ -92,7 +92,7 @@ def test_checkpoints_on_the_way_are_not_flushed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", fast(["steps"], all_of=["steps", "epoch"]))
 def test_the_best_model_is_left_alone(tmp_path: Path, strategy: str) -> None:
     """Early stopping ends the run after an evaluation; what is pending then is not for the weights that are loaded."""
-    early = EarlyStoppingCallback(early_stopping_patience=2)
+    early = EarlyStoppingCallback(early_stopping_patience=1)
     done = trained(
         tmp_path,
         late,

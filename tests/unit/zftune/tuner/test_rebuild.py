@@ -290,7 +290,7 @@ def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flig
 
 # --- whatever happens ------------------------------------------------------------------------------------------------
 
-RUNS = fast(2, all_of=20)
+RUNS = fast(1, all_of=5)
 ROWS = fast(40, all_of=150)
 
 
