@@ -41,5 +41,4 @@ def mini_rig(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rig_text(name: str, **timeline: float) -> str:
-    """A rig file with a timeline."""
     return f'name = "{name}"\n[timeline]\n' + "".join(f"{key} = {value}\n" for key, value in timeline.items())

@@ -21,7 +21,6 @@ SMOKE = ("python", "README.md")
 
 
 def pages_with(language: str) -> Iterator[Any]:
-    """Those with a block that is run."""
     for page in PAGES:
         if any(one.language == language and not one.mark for one in blocks(page)):
             name = str(page.relative_to(ROOT))
@@ -51,7 +50,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lines_of(page: Path) -> list[str]:
-    """Its commands, without comments."""
     text = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
     return re.sub(r" +#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE).splitlines()
 

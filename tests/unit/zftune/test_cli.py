@@ -22,8 +22,6 @@ ZFTUNE = Path(sys.executable).with_name("zftune")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
-
     code: object
     out: str
     err: str
@@ -42,8 +40,6 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process."""
-
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["zftune", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:

@@ -39,7 +39,6 @@ Started = list[dict[str, str]]
 
 @pytest.fixture(autouse=True)
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
-    """The environments of what was started."""
     found: Started = []
 
     def start(_program: str, _command: list[str], environment: dict[str, str]) -> None:

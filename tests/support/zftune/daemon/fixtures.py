@@ -12,7 +12,6 @@ from tests.support.zftune.daemon.daemons import Daemon, serving, short_folder
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Of one test."""
     with short_folder() as made:
         yield made
 

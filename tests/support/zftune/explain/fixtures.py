@@ -24,6 +24,5 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timed(clock: Clock) -> Iterator[Store]:
-    """A store with that clock."""
     with open_store("sqlite://", environment={"HOME": "/nowhere"}, clock=clock) as store:
         yield store

@@ -91,8 +91,6 @@ def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
 
 
 class Clock:
-    """Wall clock that measurements move."""
-
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
 
@@ -101,13 +99,7 @@ class Clock:
 
 
 class ByHand:
-    """Rows with round figures.
-
-    Args:
-        store: with `clock`.
-        clock: moved by measurements.
-        run: begun.
-    """
+    """Rows with round figures; measurements move the clock."""
 
     def __init__(self, store: Store, clock: Clock, run: Run) -> None:
         self.store, self.clock, self.run = store, clock, run

@@ -78,7 +78,6 @@ PRESET = Preset(
 def other(
     *, model_id: str = KEY.model_id, hw_id: str = KEY.hw_id, ratios: Ratios | None = PRESET.ratios, **key: Any
 ) -> Preset:
-    """The preset for another key."""
     return replace(
         PRESET,
         key=replace(KEY, model_id=model_id, hw_id=hw_id, **key),

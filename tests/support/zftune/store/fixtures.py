@@ -54,7 +54,6 @@ def url(request: pytest.FixtureRequest, path: Path) -> str:
 
 @pytest.fixture
 def either(url: str, clock: Clock) -> Iterator[Store]:
-    """A store of either kind, by the test's clock."""
     with open_store(url, clock=clock) as opened:
         assert opened.notices == []
         opened._database.ahead_s = 0.0

@@ -128,7 +128,6 @@ ENGINE = """
 
 
 def engine(tmp_path: Path, zero: str) -> Child:
-    """Train with DeepSpeed on one gloo rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

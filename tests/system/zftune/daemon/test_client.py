@@ -25,7 +25,6 @@ HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
 
 @contextmanager
 def standing_in(path: Path, answer: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Something that listens and answers one connection after another, each as `answer` does."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()

@@ -1,7 +1,4 @@
-"""ZeRO stages 1 and 2 on the backend zenflow with several ranks: they share out the state, and have whole weights.
-
-The weights are equal on all ranks, and those of one rank with the whole batch.
-"""
+"""ZeRO stages 1 and 2 on several ranks: whole weights, equal on all, and those of one rank with the whole batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Predictions for several ranks, beside what they do: bytes, host memory, and steps on rigs.
-
-Each has its rows of the weights (FSDP2), or all of the weights and the state of its rows (`zenflow.Partition`).
-"""
+"""Predictions for several ranks (FSDP2, and `zenflow.Partition`) beside what they do: bytes, host memory, and steps."""
 
 from __future__ import annotations
 

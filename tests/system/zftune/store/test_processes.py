@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
-    """Processes that begin with everything imported."""
     return fork_server.context()
 
 
@@ -142,8 +141,6 @@ def test_a_forked_child_has_connections_of_its_own(path: Path) -> None:
     with open_store(str(path)) as store:
         assert (store.notices, len(store.runs())) == ([], 11)
 
-
-# --- what a process may not do -------------------------------------------------------------------------------------
 
 READ_ONLY = """
     from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL

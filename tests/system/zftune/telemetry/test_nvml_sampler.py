@@ -42,11 +42,7 @@ def sample(
     run_s: float = 1.5,
     uuids: Sequence[str] | None = None,
 ) -> Result:
-    """What there is of the whole time.
-
-    The thread does not wait: a clock that is the driver's, too, goes on by a period for each tick, so that figures are
-    exact however busy the machine is.
-    """
+    """What there is of the whole time. A clock that is the driver's, too, goes on by a period for each tick."""
     clock, through = Clock(machine.script.with_name("clock.txt")), threading.Event()
     with machine.script.open("a") as script:
         script.write(f"clock {clock.file}\n")

@@ -357,8 +357,6 @@ def test_a_failure_is_written_once_and_switches_off(tmp_path: Path) -> None:
 
 
 class Sampler(FrameSampler):
-    """Notes when it samples, in place of doing so."""
-
     def __init__(self, may_not_ask: Callable[[], bool], log: list[str]) -> None:
         super().__init__(None)
         self.may_not_ask, self.log = may_not_ask, log

@@ -39,8 +39,6 @@ BAD: dict[str, Any] = {
 
 @pytest.fixture
 def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run it in this process: exit code, standard output and error."""
-
     monkeypatch.setattr("zftune.integrations.deepspeed.asking.Asker", lambda: contextlib.nullcontext(ask))
 
     def run(*arguments: object) -> tuple[object, str, str]:

@@ -39,7 +39,6 @@ class Browser:
 
 
 def link(application: Application) -> str:
-    """Path of a link that opens the page."""
     url = Client(application).post("/v1/page")["url"]
     assert re.fullmatch(rf"{ORIGIN}/open\?token=[\w-]{{43}}", url)
     return str(url.removeprefix(ORIGIN))
@@ -57,13 +56,11 @@ def application() -> Iterator[Application]:
 
 @pytest.fixture
 def stranger(application: Application) -> Browser:
-    """Without a cookie."""
     return Browser(application)
 
 
 @pytest.fixture
 def browser(application: Application) -> Browser:
-    """With a cookie."""
     return Browser(application, {"cookie": cookie_of(Browser(application).ask("GET", link(application)))})
 
 

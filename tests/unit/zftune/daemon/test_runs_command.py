@@ -208,7 +208,6 @@ def test_without_a_daemon_the_store_is_named(
 
 
 def begin(store: Store, name: str) -> Run:
-    """Write a run down that has begun."""
     key = Key(
         model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
         micro_batch=1, sequence=64, checkpointing=False, quality="published",

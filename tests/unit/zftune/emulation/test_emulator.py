@@ -46,8 +46,6 @@ def worked(device: EmulatedAccelerator, nbytes: int, inputs: list[Transfer], sub
     return device.host_work(lambda: HostSpan(0.0, device.clock.now()), nbytes, inputs, submitted)
 
 
-# (a) The emulation changes when things happen, never what.
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "zero-offload": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"},
     "pipelined": {"topk_ratio": 0.25, "update_interval": 2, "overlap_step": False, "select_interval": 1},
@@ -68,9 +66,6 @@ def test_the_weights_are_those_of_the_cpu(name: str, with_module: bool, dtype: t
     slow = {"link_d2h_gbps": 0.005, "link_h2d_gbps": 0.002, "host_gbps": 0.005, "device_gbps": 1.0}
     with accelerator(model, None, forward_ms=0.5, backward_ms=1.0, **slow) as device:
         assert_same_run(train(model, config, steps=9, device=device, with_module=with_module), expected)
-
-
-# Pads. Between two marks lies exactly what the rig says.
 
 
 def pads(device: EmulatedAccelerator, work: Callable[[], Any]) -> float:
@@ -160,9 +155,6 @@ def test_kernels_of_the_runtime_are_charged() -> None:
         assert pads(device, lambda: device.charge(3_000_000)) == 0
 
 
-# (c) Late segments, by the machine's clock.
-
-
 class Hurried(RealClock):
     """The machine's clock, which is put forward where it would be waited for."""
 
@@ -240,9 +232,6 @@ class Busy(nn.Module):
         return x
 
 
-# Links and host work follow the rig.
-
-
 def test_copies_of_one_direction_are_one_after_the_other() -> None:
     with accelerator(link_d2h_gbps=0.001, link_h2d_gbps=0.002) as device:
         begin = device.mark()
@@ -301,9 +290,6 @@ def test_a_copy_is_not_there_before_its_time() -> None:
         transfer.wait()
         assert device.clock.now() == pytest.approx(begin + 0.2)
         assert target.tolist() == [0.0] * 50
-
-
-# (d) A copy that fails.
 
 
 class BrokenLink(EmulatedAccelerator):

@@ -41,7 +41,6 @@ def fails(*arguments: object) -> str:
 
 
 def flat(text: str) -> str:
-    """Without the breaks of lines."""
     return " ".join(text.replace("│", " ").split())
 
 

@@ -311,8 +311,6 @@ def test_tokens_of_the_ranks_are_added_up(sampling: Sampling) -> None:
 
 
 class Asked(Sampling):
-    """Keeps which GPUs it was asked about."""
-
     uuids: Any = "nothing"
 
     def fields(self, *given: Any, uuids: Any = None) -> Row:

@@ -50,9 +50,6 @@ def write(folder: Path, name: str, document: Any) -> str:
     return str(path)
 
 
-# --- differences ------------------------------------------------------------------------------------------------------
-
-
 def test_a_profile_does_not_differ_from_itself() -> None:
     for document in (rig_profile(), cpu_profile(), gpu_profile()):
         found = compare(document, copy.deepcopy(document))
@@ -191,9 +188,6 @@ def test_the_json_says_the_same() -> None:
         assert row == expected | {"finding": one.finding, "change": one.change, "relative": one.relative}
 
 
-# --- files and the command line ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
@@ -260,9 +254,6 @@ def test_text_of_a_profile_is_no_markup(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli(), [write(tmp_path, "a.json", a), write(tmp_path, "b.json", b)])
     assert done.exit_code == 0
     assert "[red]x[/red]" in done.stdout
-
-
-# --- the loss beside the speed ----------------------------------------------------------------------------------------
 
 
 def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first: int = 1) -> dict[str, Any]:

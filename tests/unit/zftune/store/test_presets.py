@@ -73,9 +73,6 @@ def test_what_could_not_be_exported_is_not_kept(store: Store, change: dict[str, 
     assert store.presets() == []
 
 
-# --- look-up ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_same_key_is_found_and_trusted(store: Store) -> None:
     store.save_preset(PRESET)
     match = found(store, usable_cores=8.0)
@@ -175,9 +172,6 @@ def test_threads_follow_the_cores(
     assert match.provisional is False
     if expected != threads:
         assert "host_threads" in match.reason
-
-
-# --- what becomes of them ---------------------------------------------------------------------------------------------
 
 
 def test_two_lost_comparisons_withdraw(store: Store) -> None:

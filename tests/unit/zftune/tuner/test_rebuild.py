@@ -46,7 +46,6 @@ def begin(store: Store) -> Run:
 
 
 def go(search: Search, driver: Driver, recorder: StoreRecorder, most: int) -> None:
-    """Run it, writing everything down."""
     for _ in range(most):
         request = search.next()
         if request is None:
@@ -288,8 +287,6 @@ def test_a_store_that_takes_no_more_for_a_while_is_not_left_with_a_trial_in_flig
         assert [one.state for one in store.runs()] == [RunState.LOST]  # not finished: it lacks what was not written
 
 
-# --- whatever happens ------------------------------------------------------------------------------------------------
-
 RUNS = fast(2, all_of=20)
 ROWS = fast(40, all_of=150)
 
@@ -387,7 +384,6 @@ class Restless:
         return Outcome("measured", tuple(steps), tuple(discarded), **more)
 
     def go(self) -> bool:
-        """Measure once; whether there is more to do."""
         self.change()
         request = self.search.next()
         if request is None:

@@ -67,7 +67,6 @@ class World:
     def go(
         self, begun: Prepared, most: int = 1000, *, noise: float = NOISE, movement_percent: float | None = None
     ) -> Driver:
-        """Measure, and write it down."""
         search, recorder = begun.search, begun.recorder
         assert recorder is not None
         driver = Driver(self.surface, noise, np.random.default_rng(self.seed + 7))
@@ -105,7 +104,6 @@ def world(store: Store) -> World:
 
 
 def kept(world: World, setting: Setting, **more: Any) -> Preset:
-    """A preset of this world's key, saved."""
     recording = Recording(world.store, FACTS, "published")
     evidence = Evidence(
         step_ms=90.0, baseline="start", baseline_step_ms=120.0, measurements=9, steps=200, measured_unix_s=time.time()
@@ -140,9 +138,6 @@ def test_a_training_of_other_weights_is_told_why_its_run_is_new(world: World) ->
     loose = Recording(world.store, trains("a" * 16, 1200), "loose").why_new()
     assert loose == f"Begins a new run, since run {run.run_id[:8]} had quality published."
     assert world.begin(trains("b" * 16, 300)).sentence.startswith(told)
-
-
-# --- presets ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_later_run_begins_from_what_an_earlier_one_found(world: World, store: Store) -> None:
@@ -290,9 +285,6 @@ def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, 
     world.recording.withdraw_preset(synchronous, Withdrawal("guard"))
     states = {one.name: one.state for one in store.presets()}
     assert states == {older.name: PresetState.WITHDRAWN, other.name: PresetState.ACTIVE}
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("each", fast([3], all_of=[2, 3, 5]))

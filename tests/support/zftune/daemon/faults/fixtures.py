@@ -1,7 +1,4 @@
-"""A stage for faults; its processes are forked from one that has imported everything.
-
-`ZFTUNE_FAULTS=50` lets each of them happen so often, at other moments each time.
-"""
+"""A stage for faults, forked from what has imported everything. `ZFTUNE_FAULTS=50`: each happens so often."""
 
 from __future__ import annotations
 

@@ -66,7 +66,6 @@ def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
 
 
 def shown(world: World) -> RunDetails:
-    """What the page is given."""
     return run_details(world.registry.brain(RUN), 0.0, world.store)
 
 
