@@ -83,10 +83,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str]) -> None:
 def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
     programs = folder / "bin"
     programs.mkdir()
-    for name, code in (
-        ("zftune", fork_server.MAIN),
-        ("torchrun", "from torch.distributed.run import main; main()"),
-    ):
+    for name, code in (("zftune", fork_server.MAIN), ("torchrun", "from torch.distributed.run import main; main()")):
         (programs / name).write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
         (programs / name).chmod(0o755)
     environment = {**os.environ, **upstream_ops.environment()}  # or DeepSpeed compiles for minutes

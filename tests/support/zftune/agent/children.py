@@ -129,14 +129,7 @@ def run(
 
 
 def train(
-    tmp_path: Path,
-    body: str,
-    *,
-    check: bool = True,
-    torn: bool = False,
-    warmup: int = 2,
-    steps: int = 5,
-    **more: str,
+    tmp_path: Path, body: str, *, check: bool = True, torn: bool = False, warmup: int = 2, steps: int = 5, **more: str
 ) -> Child:
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700, exist_ok=True)

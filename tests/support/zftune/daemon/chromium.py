@@ -139,10 +139,7 @@ def chromium(folder: Path, *names: str) -> Iterator[Chromium]:
     assert CHROMIUM is not None
     (read_to, write_to), (read_from, write_from) = os.pipe(), os.pipe()
     here = "".join(f"MAP {name} 127.0.0.1, " for name in names)
-    where = (
-        f"--host-resolver-rules={here}MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-        f"--user-data-dir={folder / 'browser'}",
-    )
+    where = (f"--host-resolver-rules={here}MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'browser'}")
     command = [CHROMIUM, *_FLAGS, *where, "--remote-debugging-pipe", "about:blank"]
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", _BECOME, str(read_to), str(write_from), *command],

@@ -338,10 +338,7 @@ def gradients_that_have_left() -> None:
 
     from zenflow.standin import GradientPlaceholder
 
-    with (
-        training("odd", "bf16", zenflow=LATE) as ours,
-        training("odd", "bf16", zenflow=LATE) as alone_,
-    ):
+    with training("odd", "bf16", zenflow=LATE) as ours, training("odd", "bf16", zenflow=LATE) as alone_:
         left = 0
         for _ in range(7):
             x = batch(ours.micro)
@@ -369,10 +366,7 @@ def masters_in_windows() -> None:
     """Reading and setting what was read changes nothing while updates are late; a new master stays."""
     from deepspeed import utils
 
-    with (
-        training("odd", "bf16", zenflow=LATE) as ours,
-        training("odd", "bf16", zenflow=LATE) as alone_,
-    ):
+    with training("odd", "bf16", zenflow=LATE) as ours, training("odd", "bf16", zenflow=LATE) as alone_:
         for _ in range(8):
             for one in (ours, alone_):
                 one.step()

@@ -60,8 +60,7 @@ EVIDENCE = Evidence(
     measured_unix_s=1_790_000_000.0,
 )
 CURVE = Curve(
-    (CurvePoint(1, 1, None, 2.5, 0.2), CurvePoint(2, 1, 790.0, 2.25), CurvePoint(3, 1, 780.0)),
-    (KnobChange(2, KNOBS),),
+    (CurvePoint(1, 1, None, 2.5, 0.2), CurvePoint(2, 1, 790.0, 2.25), CurvePoint(3, 1, 780.0)), (KnobChange(2, KNOBS),)
 )
 PRESET = Preset(
     key=KEY,

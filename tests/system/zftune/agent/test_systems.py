@@ -223,12 +223,7 @@ RUNTIME = """
 @pytest.mark.smoke
 @pytest.mark.parametrize("device", ["None", "EmulatedAccelerator(rig)"])
 def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
-    child = train(
-        tmp_path,
-        RUNTIME.replace("DEVICE", device),
-        warmup=4,
-        steps=6,
-    )
+    child = train(tmp_path, RUNTIME.replace("DEVICE", device), warmup=4, steps=6)
     assert child.only("end")["reason"] == "measured"
     model = child.only("model")
     assert model["optimizer"] == "ZenFlowAdamW"

@@ -118,10 +118,7 @@ ODD = {
         f"speaks protocol '99'; this zftune needs protocol {PROTOCOL}",
     ),
     "a bad length": (HEAD + b"content-length: many\r\n\r\n{}", None),
-    "an error without a sentence": (
-        HEAD.replace(b"200 OK", b"418 X") + b"content-length: 2\r\n\r\n[]",
-        "status 418",
-    ),
+    "an error without a sentence": (HEAD.replace(b"200 OK", b"418 X") + b"content-length: 2\r\n\r\n[]", "status 418"),
 }
 
 

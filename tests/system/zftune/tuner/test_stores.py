@@ -80,16 +80,10 @@ def network(home: Path) -> Mapping[str, Any]:
     ("wrong", "sentence"),
     [
         (nothing, None),
-        (
-            read_only,
-            "cannot be used (Permission denied): what zftune learns is kept in memory",
-        ),
+        (read_only, "cannot be used (Permission denied): what zftune learns is kept in memory"),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
-        (
-            newer,
-            f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what",
-        ),
+        (newer, f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what"),
         pytest.param(
             corrupt,
             "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what",

@@ -272,12 +272,7 @@ def test_a_file_that_it_names_is_judged(tmp_path: Path, plugin: Callable[..., di
     ],
 )
 def test_what_is_none_is_a_sentence_and_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    text: str,
-    part: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, part: str
 ) -> None:
     assert part in ended(monkeypatch, capsys, written(tmp_path, text, name))
 

@@ -153,11 +153,7 @@ def test_fix_writes_plain_json_where_that_is_all(zftune: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("preset", "sentence"),
-    [
-        ("bset", "preset 'bset' is not in the store"),
-        ("./nowhere.json", "nowhere.json"),
-    ],
+    ("preset", "sentence"), [("bset", "preset 'bset' is not in the store"), ("./nowhere.json", "nowhere.json")]
 )
 def test_a_preset_that_is_not_there_is_named(
     zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, sentence: str

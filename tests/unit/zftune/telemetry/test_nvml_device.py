@@ -107,10 +107,7 @@ def test_every_figure_of_a_hopper(sampled: Sampled) -> None:
 
 
 def test_a_window_sees_its_own_part_of_the_run(sampled: Sampled) -> None:
-    ramp = [
-        row(0, rx_gbps=0, power_w=100, sm=0, clock_mhz=1000),
-        row(4, rx_gbps=8, power_w=500, sm=80, clock_mhz=1000),
-    ]
+    ramp = [row(0, rx_gbps=0, power_w=100, sm=0, clock_mhz=1000), row(4, rx_gbps=8, power_w=500, sm=80, clock_mhz=1000)]
     figures, _, _ = sampled(HOPPER, timeline=ramp, window=(2.0, 4.0))
     assert figures["pcie_rx_gbps"] == pytest.approx(6, rel=1e-2)
     assert figures["sm_utilisation_percent"] == pytest.approx(60, rel=1e-2)

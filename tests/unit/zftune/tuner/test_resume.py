@@ -232,11 +232,7 @@ def test_far_ratios_are_left_to_the_planner(world: World) -> None:
 @pytest.mark.parametrize(
     ("change", "wanted", "reason"),
     [
-        (
-            {"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16},
-            {},
-            "its weighted staleness would be ",
-        ),
+        ({"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16}, {}, "its weighted staleness would be "),
         ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory: --tune-memory"),
         ({"topk_ratio": 0.2}, {"fixed": True}, "no loss is known"),
     ],
