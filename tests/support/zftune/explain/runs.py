@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, make
 from zftune.explain.document import explain_document
 from zftune.store.account import Account, Count
@@ -88,14 +89,6 @@ def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
     document = explain_document(store, record(store, run), **({} if clock is None else {"clock": clock}))
     json.dumps(document, allow_nan=False)
     return document
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class ByHand:

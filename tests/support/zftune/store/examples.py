@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from zftune.store.types import (
-    Curve,
-    CurvePoint,
-    Evidence,
-    Hardware,
-    Key,
-    KnobChange,
-    Measurement,
-    Model,
-    Preset,
-    Ratios,
-)
+from zftune.store.types import Evidence, Hardware, Key, Measurement, Model, Preset, Ratios
 
 KNOBS: dict[str, Any] = {
     "topk_ratio": 0.1,
@@ -58,9 +47,6 @@ EVIDENCE = Evidence(
     measurements=3,
     steps=72,
     measured_unix_s=1_790_000_000.0,
-)
-CURVE = Curve(
-    (CurvePoint(1, 1, None, 2.5, 0.2), CurvePoint(2, 1, 790.0, 2.25), CurvePoint(3, 1, 780.0)), (KnobChange(2, KNOBS),)
 )
 PRESET = Preset(
     key=KEY,

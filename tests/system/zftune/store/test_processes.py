@@ -30,11 +30,6 @@ KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("2", all_of="10")))
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    return fork_server.context()
-
-
 @pytest.mark.smoke
 def test_many_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
     begin = tmp_path / "begin"

@@ -26,11 +26,6 @@ KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="12")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
 
 
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    return fork_server.context()
-
-
 @pytest.fixture
 def given(tmp_path: Path, mini_model: Path) -> dict[str, Any]:
     """A training of short steps, and a short warm-up."""

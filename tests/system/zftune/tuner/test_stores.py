@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import fork_server
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import commanding
 from zftune.store import open_store
@@ -20,11 +19,6 @@ from zftune.store.opening import HEAD
 
 STEPS = 60
 DATABASE = ".local/share/zftune/zftune.db"
-
-
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    return fork_server.context()
 
 
 @pytest.fixture

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.support.zftune.daemon.hosted import Hosted
-from tests.support.zftune.daemon.in_process import PORT, Application, Client, hosting
+from tests.support.zftune.daemon.in_process import PORT, Application, Client
 from zftune.words import CAUSES, COLOURS, page_words
 
 PAGE = Path(__file__).parents[4] / "zftune" / "daemon" / "page"
@@ -46,12 +44,6 @@ def link(application: Application) -> str:
 
 def cookie_of(answer: httpx2.Response) -> str:
     return str(answer.headers["set-cookie"].partition(";")[0])
-
-
-@pytest.fixture(scope="module")
-def application() -> Iterator[Application]:
-    with hosting(Hosted()) as made:
-        yield made
 
 
 @pytest.fixture

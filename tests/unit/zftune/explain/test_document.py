@@ -14,7 +14,6 @@ from tests.support.zftune.explain.runs import (
     KEY,
     MODEL,
     ByHand,
-    Clock,
     begin,
     by_hand,
     explained,
@@ -25,6 +24,7 @@ from tests.support.zftune.explain.runs import (
     same,
     searched,
 )
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START, make
 from zftune.cli import top
 from zftune.explain import words

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.support.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, begin, explained, finished
+from tests.support.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, begin, explained, finished
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store.examples import EVIDENCE, HARDWARE, KEY, KNOBS, PRESET, other
-from tests.support.zftune.store.fixtures import Clock
 from zftune.cli.presets import facts
 from zftune.errors import StoreError
 from zftune.store import open_store

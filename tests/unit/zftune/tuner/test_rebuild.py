@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,6 @@ KEY = Key(
 )  # fmt: skip
 FACTS = RunFacts(model=Model(model_id=KEY.model_id, dtype="bfloat16"), micro_batch=1, sequence=64)
 HERE = MachineInfo(hardware=Hardware(hw_id=KEY.hw_id), usable_cores=None, versions={})
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
 
 
 def begin(store: Store) -> Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.support.tiers import fast
 from tests.support.zftune.tuner.surfaces import START, Driver, Surface
 from zftune.errors import StoreError
 from zftune.explain.replay import replayed
-from zftune.store import open_store
 from zftune.store.account import Counter
 from zftune.store.store import Store
 from zftune.store.types import (
@@ -90,12 +88,6 @@ class World:
         self.go(begun)
         assert self.end(begun).notices == self.store.notices
         return begun
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
 
 
 @pytest.fixture

@@ -131,8 +131,6 @@ class Stage:
         self._trainings: list[Training] = []
         self._environment = environment(folder, ZFTUNE_DB=str(self.database), HOME=str(folder))
 
-    # --- processes ---------------------------------------------------------------------------------------------------
-
     def begin_daemon(self, *, lease_s: float = 30.0, busy_s: float = 60.0, most_bytes: int = 0) -> Life:
         arguments = (str(self.folder), self._environment, lease_s, busy_s, most_bytes)
         return Life(self._begin(lives.serve, *arguments))
@@ -167,8 +165,6 @@ class Stage:
         self._processes.append(process)
         return process
 
-    # --- what the daemon says ----------------------------------------------------------------------------------------
-
     def live_run(self) -> dict[str, Any] | None:
         try:
             found = [one for one in self.client.get("/v1/runs") if one["state"] != "ended"]
@@ -197,8 +193,6 @@ class Stage:
             measured = [(one["number"], one["knobs"], one["step_ms"]) for one in details["trials"]]
             self.acknowledged[run["record"]] = (decisions, measured)
         return details
-
-    # --- what has to hold --------------------------------------------------------------------------------------------
 
     def look(self, *, accounts: bool = False) -> None:
         """Once all has ended: nothing is lost, nothing is left.

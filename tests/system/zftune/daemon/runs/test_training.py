@@ -29,12 +29,6 @@ from zftune.tuner.space import Setting
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
-@pytest.fixture
 def transport(store: Store) -> Iterator[Direct]:
     registry = Registry(store)
     registry.start()
