@@ -64,13 +64,6 @@ def test_nothing_found_is_0(zftune: Run, tmp_path: Path) -> None:
     assert "No fault found." in out
 
 
-def test_something_found_is_1(zftune: Run, tmp_path: Path) -> None:
-    code, out, _ = zftune(written(tmp_path, BAD))
-    assert code == 1
-    assert "full_warm_up_rounds (not there)" in out
-    assert "safe: zero_optimization.zenflow.full_warm_up_rounds = 4" in " ".join(out.split())
-
-
 def test_json(zftune: Run, tmp_path: Path) -> None:
     code, out, err = zftune(written(tmp_path, BAD), "--json", "-", "--backend", "deepspeed")
     found = json.loads(out)
@@ -237,7 +230,7 @@ def test_without_deepspeed_what_is_known_is_checked(
     monkeypatch.setattr(importlib.import_module("zftune.telemetry.fingerprint"), "installed", lambda _: None)
     code, out, _ = zftune(written(tmp_path, BAD))
     assert (code, out.count("DeepSpeed is not installed: only what zftune")) == (1, 1)
-    assert "full_warm_up_rounds = 4" in " ".join(out.split())
+    assert "safe: zero_optimization.zenflow.full_warm_up_rounds = 4" in " ".join(out.split())
 
 
 def test_a_misspelt_setting_is_not_set_to_something_else(zftune: Run, tmp_path: Path) -> None:

@@ -85,11 +85,11 @@ def passes(model: nn.Module, device: EmulatedAccelerator, count: int = 1) -> Non
 FORWARD, BOTH = PAD["forward_ms"], PAD["forward_ms"] + PAD["backward_ms"]
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_pads_under_gradient_checkpointing(reentrant: bool | None) -> None:
-    model = seeded(Stack, reentrant=reentrant, depth=3)
+@pytest.mark.parametrize("kind", [None, True, False, "no list of layers"])
+def test_pads_with_and_without_gradient_checkpointing_and_layers(kind: Any) -> None:
+    model = seeded(Flat) if isinstance(kind, str) else seeded(Stack, reentrant=kind, depth=3)
     with accelerator(model) as device:
-        for count in (1, 1, 2):
+        for count in (1, 1, 3):
             assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
 
 
@@ -139,13 +139,6 @@ def test_memory_is_counted_at_the_end_of_forward() -> None:
             passes(model, device)
     finally:
         device.close()
-
-
-def test_pads_of_a_module_without_a_list_of_layers() -> None:
-    model = seeded(Flat)
-    with accelerator(model) as device:
-        for count in (1, 3):
-            assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
 
 
 def test_kernels_of_the_runtime_are_charged() -> None:

@@ -168,6 +168,7 @@ def test_a_run_without_a_gain(store: Store) -> None:
     assert found["verdict"][1] == (
         f"No other setting was measured, so that nothing is known of them. It began with: {START}."
     )
+    assert not any("Keep" in one for one in found["verdict"])
 
 
 def test_a_run_that_measured_nothing(store: Store) -> None:
@@ -177,6 +178,7 @@ def test_a_run_that_measured_nothing(store: Store) -> None:
     assert found["verdict"][0] == (
         f"Nothing was measured, so that nothing is known of any setting. It began with: {START}."
     )
+    assert not any("Spent" in one for one in found["verdict"])
 
 
 def test_an_interrupted_run(store: Store) -> None:
