@@ -1,8 +1,7 @@
-"""Processes of their own for scripts that need torch and nothing else: one interpreter has imported it, and forks.
+"""Processes for scripts that need torch and nothing else: one interpreter has imported it, and forks.
 
-What a test may look at is as in an interpreter that was started for the script: what is imported (torch alone), the
-environment from the moment on in which the script begins, the limits of the process, no threads, and its end, which
-is Python's own. `tests.support.fork_server` is for trainings: it has imported everything.
+Imports (torch alone), environment, limits, threads and the end are as in an interpreter started for the script.
+Trainings use `tests.support.fork_server`, which has imported everything.
 """
 
 from __future__ import annotations
@@ -48,17 +47,7 @@ _server: subprocess.Popen[str] | None = None
 def run(
     script: str, *, environment: Mapping[str, str] | None = None, warnings: str = "error", timeout_s: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script to its end, as `subprocess.run` does with `python -c` and captured text.
-
-    Args:
-        script: Python.
-        environment: in place of this process's.
-        warnings: what is done with one, as after `python -W`.
-        timeout_s: after which the script is killed.
-
-    Raises:
-        subprocess.TimeoutExpired: it has not ended in time.
-    """
+    """Run a script (with `python -W warnings`) to its end, as `subprocess.run` does with captured text."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdout", "stderr")]
         for file in files:
@@ -69,7 +58,6 @@ def run(
 
 
 def end() -> None:
-    """End the interpreter and what it is running."""
     global _server
     if _server is None:
         return

@@ -15,13 +15,7 @@ _Made = TypeVar("_Made")
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], _Made]) -> _Made:
-    """What `make` returns, by whichever worker comes first; the others wait for it.
-
-    Args:
-        factory: of the run's folders.
-        name: of what is made, in all of the tests.
-        make: from a folder that is there for it alone; what it returns can be pickled.
-    """
+    """What `make` returns (it is pickled), by whichever worker of the run comes first; the others wait for it."""
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     folder, result = shared / f"once-{name}", shared / f"once-{name}.pickle"

@@ -10,16 +10,10 @@ VARIABLE = "ZFTUNE_TEST_SEED"
 
 
 def begin_run() -> None:
-    """Choose the run's seed, unless somebody has."""
     os.environ.setdefault(VARIABLE, str(random.SystemRandom().getrandbits(48)))
 
 
 def fresh_seeds(of: str, count: int) -> list[int]:
-    """Seeds of 48 bits that follow from the run's.
-
-    Args:
-        of: a name for what they are for.
-        count: how many.
-    """
+    """Seeds of 48 bits that follow from the run's."""
     chance = random.Random(f"{os.environ[VARIABLE]} {of}")
     return [chance.getrandbits(48) for _ in range(count)]

@@ -14,12 +14,10 @@ _Cases = TypeVar("_Cases")
 
 
 def everything() -> bool:
-    """Whether every case is wanted."""
     return os.environ.get(VARIABLE) == "all"
 
 
 def fast(few: _Cases, *, all_of: _Cases) -> _Cases:
-    """The first by day, the second before a release."""
     return all_of if everything() else few
 
 
@@ -29,13 +27,9 @@ def repeated(count: int) -> int:
 
 
 def combinations(**axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Cases for `pytest.mark.parametrize`, each with a value of every axis in the order of the axes.
+    """Cases for `parametrize` with a value of every axis: all of them before a release.
 
-    By day every two values of two axes meet in one of them, in the same ones each time; before a release all values
-    meet.
-
-    Args:
-        axes: the values of each, by name.
+    By day every two values of two axes meet in one of them, in the same ones each time.
     """
     return list(product(*axes.values())) if everything() else pairs(**axes)
 

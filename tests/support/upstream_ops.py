@@ -1,11 +1,7 @@
-"""DeepSpeed's own host operations, compiled once for all tests and studies.
+"""DeepSpeed's own host operations, compiled once for all tests and studies by `python -m tests.support.upstream_ops`.
 
-`python -m tests.support.upstream_ops` compiles what is missing (`make test` does), a minute or two on two cores.
-DeepSpeed itself would do so inside the first test that needs them.
-
-torch takes a lock file for each load, also of what is compiled, and waits for ever where a process was killed that held
-it; and it asks ninja, which compiles again where the one before had another version. So `load_what_is_compiled` goes
-without both, and `environment` gives other processes one ninja, and removes what killed ones left.
+torch's lock file outlives a killed process, and ninja compiles again where the one before had another version. So
+`load_what_is_compiled` goes without both, and `environment` gives one ninja and removes what killed ones left.
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ def allow_fp16() -> None:
 
 
 def need() -> None:
-    """Skip the test that calls this where they are not compiled."""
     if not all(_library(name).exists() for name in _BUILDERS):
         pytest.skip("DeepSpeed's operations are not compiled: run `python -m tests.support.upstream_ops`")
 
@@ -90,7 +85,6 @@ def _library(name: str) -> Path:
 
 
 def main() -> None:
-    """Compile what is missing."""
     for name, builder in _BUILDERS.items():
         if _library(name).exists():
             continue

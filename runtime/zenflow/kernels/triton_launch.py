@@ -56,9 +56,8 @@ class TritonKernels(EagerKernels):
         if betas not in self._powers:
             counts = range(1, 1 + max(map(_counts_until_one, itertools.chain(*betas))))
             of_pairs = [[(1 - beta1**count, 1 / root(1 - beta2**count)) for count in counts] for beta1, beta2 in betas]
-            self._powers = {
-                betas: send(torch.tensor([[(1.0, 1.0), *of_pair] for of_pair in of_pairs], dtype=torch.float64))
-            }
+            whole = np.array([[(1.0, 1.0), *of_pair] for of_pair in of_pairs])
+            self._powers = {betas: send(torch.from_numpy(whole))}
         return self._powers[betas]
 
     def runs_on(self, device: torch.device) -> bool:

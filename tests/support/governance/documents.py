@@ -30,16 +30,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block of a page, or Python that is not shown.
-
-    Args:
-        page: whose it is.
-        line: of its fence, from 1.
-        language: of the fence.
-        text: between the fences.
-        mark: "not run", "output", "example"; "hidden" where the page does not show it; or "" without a mark.
-        reason: behind the mark.
-    """
+    """A fenced block, or Python that is not shown. `mark`: "not run", "output", "example", "hidden", or ""."""
 
     page: Path
     line: int
@@ -64,7 +55,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def prose(page: Path) -> str:
-    """Without its blocks."""
     return _PART.sub("", page.read_text(encoding="utf-8"))
 
 

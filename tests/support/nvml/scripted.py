@@ -59,10 +59,7 @@ class Machine:
         clock: Path | None = None,
         from_start: bool = False,
     ) -> None:
-        """What the machine is, how it develops, and what fails: call, code, from when on, device (-1: all).
-
-        With `from_start`, times count from when the driver is first used.
-        """
+        """What it is and becomes, and what fails: call, code, from when on (`from_start`: of use), device (-1: all)."""
         text = [*lines, f"log {self.log}"]
         if not from_start:
             text.append(f"epoch {self.epoch_ns}")
@@ -103,12 +100,10 @@ class Clock:
         self.set(0.0)
 
     def set(self, now_s: float) -> None:
-        """Let it be `now_s` seconds."""
         self._now_s = now_s
         self.file.write_text(f"{now_s:.9f}")
 
     def now_ns(self) -> int:
-        """The time in nanoseconds."""
         return round(self._now_s * 1e9)
 
 
@@ -122,25 +117,21 @@ def load_into_binding(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of a recent driver."""
     return build(tmp_path_factory.mktemp("nvml"))
 
 
 @pytest.fixture(scope="session")
 def old_nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of an old driver, which lacks functions."""
     return build(tmp_path_factory.mktemp("nvml-old"), "-DOLD_DRIVER")
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A machine without a GPU until its script is written."""
     return Machine(tmp_path)
 
 
 @pytest.fixture
 def clock(tmp_path: Path) -> Clock:
-    """A clock at 0."""
     return Clock(tmp_path / "clock.txt")
 
 

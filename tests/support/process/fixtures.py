@@ -26,8 +26,6 @@ _OUR_FRAME = re.compile(r'File "[^"]*/zftune/[^"]*"')
 
 @dataclass(frozen=True)
 class Profiled:
-    """How `zftune profile -- CMD` ended."""
-
     code: int
     out: bytes
     err: str
@@ -35,11 +33,9 @@ class Profiled:
 
     @property
     def sentences(self) -> list[str]:
-        """What zftune said, beside the screen."""
         return [line.removeprefix("zftune: ") for line in self.err.splitlines() if line.startswith("zftune: ")]
 
     def is_clean(self) -> Profiled:
-        """A report or a sentence, and never a traceback of ours."""
         assert not _OUR_FRAME.search(self.err), self.err
         assert self.document is not None or self.sentences, self.err
         assert all(sentence and not sentence.endswith(".") for sentence in self.sentences), self.sentences
@@ -95,8 +91,6 @@ def profile(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def python(profile: Run) -> Run:
-    """Profile Python code that can import `steps`."""
-
     def run(code: str, **more: Any) -> Profiled:
         return profile(PYTHON, "-c", code, **more)
 

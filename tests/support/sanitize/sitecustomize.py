@@ -1,7 +1,4 @@
-"""Put on PYTHONPATH by `make sanitize`: every interpreter then loads `zenflow._native` from $SANITIZED_NATIVE_FILE.
-
-An editable install maps that name to its own build, ahead of sys.path, so a finder ahead of that one is needed.
-"""
+"""For `make sanitize`: `zenflow._native` from $SANITIZED_NATIVE_FILE, by a finder ahead of an editable install's."""
 
 from __future__ import annotations
 

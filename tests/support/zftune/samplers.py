@@ -1,8 +1,4 @@
-"""The search process in tests: a thread of the test's process, or a fork that has all imports and no low priority.
-
-A real search process imports for three seconds at the lowest priority: on a busy machine a test would wait for minutes.
-`test_thinking.py` starts real ones.
-"""
+"""The search process in tests: a thread, or a fork that has all imports. `test_thinking.py` starts real ones."""
 
 from __future__ import annotations
 

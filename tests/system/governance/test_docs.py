@@ -21,7 +21,6 @@ SMOKE = ("python", "README.md")
 
 
 def pages_with(language: str) -> Iterator[Any]:
-    """Those with a block that is run."""
     for page in PAGES:
         if any(one.language == language and not one.mark for one in blocks(page)):
             name = str(page.relative_to(ROOT))
@@ -51,7 +50,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lines_of(page: Path) -> list[str]:
-    """Its commands, without comments."""
     text = "".join(block.text for block in blocks(page) if block.language == "sh" and not block.mark)
     return re.sub(r" +#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE).splitlines()
 
@@ -85,10 +83,7 @@ def run_line(line: str, folder: Path, environment: dict[str, str]) -> None:
 def test_all_commands_of_a_page_run(page: Path, folder: Path) -> None:
     programs = folder / "bin"
     programs.mkdir()
-    for name, code in (
-        ("zftune", fork_server.MAIN),
-        ("torchrun", "from torch.distributed.run import main; main()"),
-    ):
+    for name, code in (("zftune", fork_server.MAIN), ("torchrun", "from torch.distributed.run import main; main()")):
         (programs / name).write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", encoding="utf-8")
         (programs / name).chmod(0o755)
     environment = {**os.environ, **upstream_ops.environment()}  # or DeepSpeed compiles for minutes

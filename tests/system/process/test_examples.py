@@ -186,7 +186,6 @@ def said_on(ranks: int, name: str, *words: str, steps: int = 11) -> str:
 
 
 def losses(said: str) -> list[float]:
-    """Of every tenth step."""
     return [float(value) for value in re.findall(r"(?<!train_)loss'?:? '?([0-9.]+)", said)]
 
 

@@ -67,8 +67,6 @@ def test_a_rank_that_was_killed_is_missing_and_the_others_are_reported(python: R
 
 
 class Running:
-    """A profile that runs beside the test."""
-
     def __init__(self, folder: Path, code: str, *options: object) -> None:
         self.folder = folder
         self.json = folder / "profile.json"

@@ -28,19 +28,16 @@ CALL = "import deepspeed\ndeepspeed.initialize()\n"
 
 
 def begin(*command: str, **more: Any) -> subprocess.Popen[str]:
-    """A real process of `zftune run`."""
     return subprocess.Popen([*ZFTUNE, "run", "--", *command], text=True, **more)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a module `deepspeed` that has nothing but `initialize`."""
     (tmp_path / "deepspeed.py").write_text(FAKE)
     return tmp_path
 
 
 def run(folder: Path, *words: str, options: tuple[str, ...] = (), **env: str) -> subprocess.CompletedProcess[str]:
-    """`zftune run` in a process that is forked."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", **env}
     return fork_server.zftune("run", *options, "--", *words, env=environment, cwd=folder, timeout=120)
 

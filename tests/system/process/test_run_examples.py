@@ -96,13 +96,11 @@ def test_upstreams_zenflow_example_trains_with_ours(tmp_path: Path) -> None:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Inputs and targets."""
     made = torch.Generator().manual_seed(1)
     return torch.randn(64, 16, generator=made), torch.randn(64, 4, generator=made)
 
 
 def network() -> nn.Module:
-    """Always the same."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 4))
 

@@ -62,7 +62,6 @@ print("trained")
 
 
 def run(folder: Path, config: dict[str, Any], launcher: str) -> subprocess.CompletedProcess[str]:
-    """A training with a ds_config, under `zftune run`."""
     for name, text in {"train.py": SCRIPT, "acc.yaml": YAML, "ds.json": json.dumps(config)}.items():
         (folder / name).write_text(text)
     with socket.socket() as free:

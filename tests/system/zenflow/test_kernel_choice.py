@@ -145,4 +145,7 @@ class Zero(EagerKernels):
 launch(EagerKernels())
 launch(Zero())
 """
-    assert said(LAUNCH + script) == ["None", "eager's first kernel on cpu gave [0.0, 0.0, 1.0, 4.0], not what it should"]
+    assert said(LAUNCH + script) == [
+        "None",
+        "eager's first kernel on cpu gave [0.0, 0.0, 1.0, 4.0], not what it should",
+    ]

@@ -62,9 +62,6 @@ def test_json_can_be_read(block: Block) -> None:
     json.loads(block.text)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
-
-
 def inline() -> Iterator[tuple[str, list[str]]]:
     """Commands of ours that stand in a sentence."""
     for page in PAGES:
@@ -123,8 +120,6 @@ def check_ours(words: list[str], where: str) -> None:
     assert not unknown or unknown[0].startswith("-"), f"{where}: there is no zftune {' '.join(words)}"
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
-
 _OF_THE_MACHINE = (
     r"╰─+ cpu \(emulated accelerator\)( · .*)? ─╯",  # the longer the processor's name, the shorter the line before it
     r"done for real, in\s+[\d,.]+\s+m?s,",
@@ -157,9 +152,6 @@ def _of_any_machine(screen: str) -> str:
         screen, found = re.subn(pattern, "", screen)
         assert found == 1, pattern
     return screen
-
-
-# --- what is named ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

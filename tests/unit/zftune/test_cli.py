@@ -22,8 +22,6 @@ ZFTUNE = Path(sys.executable).with_name("zftune")
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
-
     code: object
     out: str
     err: str
@@ -42,8 +40,6 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process."""
-
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["zftune", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
@@ -88,20 +84,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("training began")
+        raise AssertionError(f"{name} was called")
 
-    monkeypatch.setattr("zftune.profile.measure.ZenFlowAdamW", refuse)
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model was built")
-
-    monkeypatch.setattr("zftune.profile.measure.build_model", refuse)
+    monkeypatch.setattr(f"zftune.profile.measure.{name}", refuse)
 
 
 LONG = "x" * 300
@@ -165,23 +152,12 @@ WITH_A_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "named", "allowed"), WITHOUT_A_MODEL)
-@pytest.mark.usefixtures("no_model")
-def test_a_bad_option_is_refused_before_the_model_is_built(
-    zftune: Run, folder: Path, arguments: str, named: str, allowed: str
+@pytest.mark.parametrize(("arguments", "named", "allowed"), WITHOUT_A_MODEL + WITH_A_MODEL)
+def test_a_bad_option_is_refused_before_the_model_is_built_or_trained(
+    zftune: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, named: str, allowed: str
 ) -> None:
-    refused(zftune, folder, arguments, named, allowed)
-
-
-@pytest.mark.parametrize(("arguments", "named", "allowed"), WITH_A_MODEL)
-@pytest.mark.usefixtures("no_training")
-def test_what_does_not_fit_the_model_is_refused_before_training(
-    zftune: Run, folder: Path, arguments: str, named: str, allowed: str
-) -> None:
-    refused(zftune, folder, arguments, named, allowed)
-
-
-def refused(zftune: Run, folder: Path, arguments: str, named: str, allowed: str) -> None:
+    is_built = (arguments, named, allowed) in WITH_A_MODEL
+    forbid(monkeypatch, "ZenFlowAdamW" if is_built else "build_model")
     # A bad --json takes the place of the good one that all the others get.
     output = () if "--json" in arguments else ("--json", "profile.json")
     before = contents(folder)
@@ -192,9 +168,9 @@ def refused(zftune: Run, folder: Path, arguments: str, named: str, allowed: str)
     assert contents(folder) == before
 
 
-@pytest.mark.usefixtures("no_training")
-def test_the_guard_against_training_sees_training(zftune: Run, folder: Path) -> None:
-    with pytest.raises(AssertionError, match="training began"):
+def test_the_guard_against_training_sees_training(zftune: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, "ZenFlowAdamW")
+    with pytest.raises(AssertionError, match="ZenFlowAdamW was called"):
         zftune("profile", "--model", "mini", "--sequence", "8")
 
 

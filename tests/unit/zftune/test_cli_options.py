@@ -117,10 +117,7 @@ def noted(tmp_path: Path) -> Path:
 
 
 def test_a_warning_about_a_knob_is_a_note(
-    monkeypatch: pytest.MonkeyPatch,
-    asked: list[ProfileOptions],
-    capsys: pytest.CaptureFixture[str],
-    noted: Path,
+    monkeypatch: pytest.MonkeyPatch, asked: list[ProfileOptions], capsys: pytest.CaptureFixture[str], noted: Path
 ) -> None:
     invoke(monkeypatch, "--config", noted)
     assert "note: offload is ignored" in capsys.readouterr().out

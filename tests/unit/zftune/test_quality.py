@@ -103,9 +103,6 @@ def test_no_warning(measured: float | None, knobs: dict[str, object]) -> None:
     assert coverage_warning(measured, knobs) is None
 
 
-# Movement.
-
-
 def moved(change: float | None, weights: float | None) -> StepStats:
     known = dict.fromkeys(StepStats.__dataclass_fields__, 0)
     return StepStats(**{**known, "change_norm": change, "weight_norm": weights})  # type: ignore[arg-type]

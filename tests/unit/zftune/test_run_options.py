@@ -39,7 +39,6 @@ Started = list[dict[str, str]]
 
 @pytest.fixture(autouse=True)
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
-    """The environments of what was started."""
     found: Started = []
 
     def start(_program: str, _command: list[str], environment: dict[str, str]) -> None:
@@ -173,13 +172,7 @@ def test_disabled_the_command_is_given_nothing(started: Started, monkeypatch: py
         ),
         (("--schedule", "s.json"), DS_CONFIG, ["ds.json: trains on zenflow.", "  settings: those of the schedule"]),
         (("--preset", "NAME"), DS_CONFIG, ["  settings: those of preset NAME"]),
-        (
-            (),
-            {"zero_optimization": {"stage": 1}},
-            [
-                "ds.json: is left to DeepSpeed: ",
-            ],
-        ),
+        ((), {"zero_optimization": {"stage": 1}}, ["ds.json: is left to DeepSpeed: "]),
         (("--online",), DS_CONFIG, ["Tuned while it trains, by the daemon at "]),
         ((), {**DS_CONFIG, "zftune": {"online": True}}, ["Tuned while it trains, in its own process; results go to "]),
     ],

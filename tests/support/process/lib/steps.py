@@ -13,15 +13,7 @@ STEP_NS = 10_000_000
 
 
 def train(steps: int = 6, *, warmup: int = 1, rank: int = 0, world: int = 1, end: str | None = "measured") -> None:
-    """Record steps of 10 ms each.
-
-    Args:
-        steps: all of them; the first `warmup` are not measured.
-        warmup: as said.
-        rank: of this process.
-        world: number of ranks.
-        end: reason of the last line; None: the process did not come so far.
-    """
+    """Record steps of 10 ms; the first `warmup` are not measured. `end`: reason of the last line, None without one."""
     begin = time.monotonic_ns() - steps * STEP_NS
     rows: list[dict[str, Any]] = [_header(rank, world, begin), _model()]
     rows += [_step(index, begin + index * STEP_NS, measured=index >= warmup) for index in range(steps)]
@@ -31,7 +23,6 @@ def train(steps: int = 6, *, warmup: int = 1, rank: int = 0, world: int = 1, end
 
 
 def write(text: str) -> None:
-    """Append to this process's file."""
     with record_file().open("a") as file:
         file.write(text)
 

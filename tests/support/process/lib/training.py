@@ -7,7 +7,6 @@ import sys
 
 
 def train(steps: int = 9, at: dict[int, object] | None = None) -> None:
-    """Train a small layer; `at` has what to call after a step."""
     import torch
 
     torch.manual_seed(0)

@@ -55,8 +55,6 @@ def checksum(model):
 
 @dataclass(frozen=True)
 class Child:
-    """A process that has ended."""
-
     returncode: int
     stdout: str
     stderr: str
@@ -65,29 +63,24 @@ class Child:
 
     @property
     def lines(self) -> list[Line]:
-        """The records of the only process that left some."""
         assert len(self.files) == 1, (self.files, self.stderr)
         return self.files[0]
 
     def only(self, kind: str) -> Line:
-        """The only line of a kind."""
         found = [line for line in self.lines if line["kind"] == kind]
         assert len(found) == 1, (kind, self.lines, self.stderr)
         return found[0]
 
     @property
     def steps(self) -> list[Line]:
-        """The lines of all steps."""
         return steps_of(self.lines)
 
     @property
     def missing(self) -> dict[str, str]:
-        """Reasons by field."""
         return {line["field"]: line["reason"] for line in self.lines if line["kind"] == "missing"}
 
     @property
     def said(self) -> dict[str, Any]:
-        """What the script printed as JSON in its last line."""
         said: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
         return said
 
@@ -97,7 +90,6 @@ def steps_of(lines: Sequence[Line]) -> list[Line]:
 
 
 def script(folder: Path, body: str, *, name: str = "train.py", common: bool = True) -> Path:
-    """Write a script that trains."""
     path = folder / name
     path.write_text((COMMON if common else "") + textwrap.dedent(body))
     return path
@@ -120,10 +112,7 @@ def run(
     torn: bool = False,
     started: bool = False,
 ) -> Child:
-    """Run a command and read what its processes recorded in `folder`, the last line only if it is not `torn`.
-
-    Python is forked from the fork_server, unless it is `started`: then, and as any other program, in an interpreter.
-    """
+    """What the processes of a command recorded in `folder`. Python is forked from the fork_server, unless `started`."""
     if command[0] == sys.executable and not started:
         done = fork_server.run(command, env=env, cwd=folder, timeout=timeout)
     else:
@@ -140,16 +129,8 @@ def run(
 
 
 def train(
-    tmp_path: Path,
-    body: str,
-    *,
-    check: bool = True,
-    torn: bool = False,
-    warmup: int = 2,
-    steps: int = 5,
-    **more: str,
+    tmp_path: Path, body: str, *, check: bool = True, torn: bool = False, warmup: int = 2, steps: int = 5, **more: str
 ) -> Child:
-    """Run a script of this body, with `COMMON` before it."""
     folder = tmp_path / "records"
     folder.mkdir(mode=0o700, exist_ok=True)
     env = environ(folder, warmup=warmup, steps=steps, **more)

@@ -38,7 +38,6 @@ def _answer(config: str, world_size: int) -> list[Fault]:
 
 
 def ask(config: Mapping[str, Any], world_size: int) -> list[Fault]:
-    """What it refuses."""
     return _answer(json.dumps(config, default=str), world_size)
 
 

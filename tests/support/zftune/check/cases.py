@@ -21,8 +21,6 @@ Proof = Literal["parse", "train", "accelerate", "figure", "moves", "elsewhere"]
 
 @dataclass(frozen=True)
 class Bad:
-    """A safe ds_config with something bad in it."""
-
     rule: str
     base: str
     changes: dict[str, Any]
@@ -53,7 +51,6 @@ class Bad:
 
 
 def safe(name: str) -> dict[str, Any]:
-    """One of the safe ds_configs."""
     config: dict[str, Any] = json.loads((SAFE / f"{name}.json").read_text())
     return config
 

@@ -46,11 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 4,
     },
-    "whole for eight": {
-        "train_batch_size": 64,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-    },
+    "whole for eight": {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
     "whole that is odd": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
     "whole is less than ranks": {"train_batch_size": 1},
     "a rank's is zero": {"train_micro_batch_size_per_gpu": 0},

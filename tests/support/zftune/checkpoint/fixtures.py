@@ -14,7 +14,6 @@ from tests.support.zftune.checkpoint import upstream
 
 @pytest.fixture(scope="session")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The folder of all cases of a number of ranks."""
     upstream_ops.need()
 
     def start(folder: Path) -> Path:

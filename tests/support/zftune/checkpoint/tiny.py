@@ -37,7 +37,6 @@ class Tiny(nn.Module):
 
 
 def groups_of(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
-    """Matrices with weight decay and vectors without, the trained ones."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices, vectors = ([pair for pair in trained if (pair[1].dim() > 1) is wanted] for wanted in (True, False))
     return [
@@ -47,14 +46,12 @@ def groups_of(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
 
 
 def loss_of(model: Any, step: int, rank: int = 0) -> Tensor:
-    """The loss of a step's batch; every rank has its own."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens, targets = (torch.randint(0, WORDS, (24,), generator=generator) for _ in range(2))
     return functional.cross_entropy(model(tokens).float(), targets)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> Iterator[dict[str, Tensor]]:
-    """Take the steps; the trained weights after each."""
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -63,5 +60,4 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> Iterator[dict[str, 
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the trained weights."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -43,11 +43,7 @@ BACK = fast(("zero2_bf16",), all_of=("zero2_bf16", "zero2_fp32", "zero1_client")
 
 
 def start(folder: Path) -> None:
-    """Run all cases; those of n ranks leave NAME.pt beside their checkpoint NAME in a folder called n.
-
-    Raises:
-        RuntimeError: a process failed; its last lines.
-    """
+    """Run all cases; those of n ranks leave NAME.pt beside their checkpoint NAME in a folder called n."""
     from tests.support import fork_server
 
     words: list[str | Path] = ["-m", "tests.support.zftune.checkpoint.upstream", folder]

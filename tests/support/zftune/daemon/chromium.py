@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -47,12 +46,7 @@ class BrowserError(Exception):
 
 
 class Chromium:
-    """One page; what it asks the network for and what goes wrong in it is kept.
-
-    Args:
-        to_browser: a file descriptor that takes messages.
-        from_browser: one that gives them.
-    """
+    """One page; what it asks the network for and what goes wrong in it is kept."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -67,7 +61,6 @@ class Chromium:
             self.call(f"{part}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Tell the browser something; what comes of it."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -83,13 +76,11 @@ class Chromium:
             self._note(answer.get("method"), answer.get("params", {}))
 
     def run(self, expression: str) -> Any:
-        """The value of JavaScript in the page."""
         found = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Wait until JavaScript in the page is true."""
         ends = time.monotonic() + SOON_S
         while True:
             try:
@@ -101,7 +92,6 @@ class Chromium:
             assert time.monotonic() < ends, (expression, self.text("main"), self.complaints)
 
     def text(self, selector: str) -> str:
-        """What a reader sees of an element."""
         return str(self.run(f"document.querySelector({selector!r})?.innerText ?? ''"))
 
     def open(self, url: str) -> None:
@@ -112,13 +102,7 @@ class Chromium:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def picture(self, path: Path) -> None:
-        """Of the whole page."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def key(self, key: str, code: int) -> None:
-        """Press it and let it go."""
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
@@ -146,19 +130,11 @@ class Chromium:
 
 @contextmanager
 def chromium(folder: Path, *names: str) -> Iterator[Chromium]:
-    """A browser that nobody has used; it reaches this machine alone.
-
-    Args:
-        folder: of its files.
-        names: of hosts that it takes for this machine, as it does where somebody's name server says so.
-    """
+    """A browser that nobody has used; it reaches this machine alone, which it also takes hosts called `names` for."""
     assert CHROMIUM is not None
     (read_to, write_to), (read_from, write_from) = os.pipe(), os.pipe()
     here = "".join(f"MAP {name} 127.0.0.1, " for name in names)
-    where = (
-        f"--host-resolver-rules={here}MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-        f"--user-data-dir={folder / 'browser'}",
-    )
+    where = (f"--host-resolver-rules={here}MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'browser'}")
     command = [CHROMIUM, *_FLAGS, *where, "--remote-debugging-pipe", "about:blank"]
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", _BECOME, str(read_to), str(write_from), *command],

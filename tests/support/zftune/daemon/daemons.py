@@ -81,7 +81,6 @@ class Daemon:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """Of a daemon whose files are in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
     return {**kept, "ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": "sqlite://", "COLUMNS": "200", **more}
 
@@ -99,10 +98,7 @@ def begun(
     more: Mapping[str, str] | None = None,
     hangs_up: bool = True,
 ) -> Iterator[Daemon]:
-    """A daemon, from its first moment on; it is killed in the end if it has not ended.
-
-    It is forked from the fork_server. Without `hangs_up` an interpreter is started for it, as under nohup.
-    """
+    """A daemon, from its first moment on, killed in the end; without `hangs_up` it is started as under nohup."""
     command = ["-c", fork_server.MAIN, "daemon", "start"] if module is None else ["-m", module]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, (folder / "log").open("ab") as log:
         manager.settimeout(SOON_S)

@@ -27,18 +27,12 @@ _log = logging.getLogger(__name__)
 
 
 class Knobs(BaseModel):
-    """Something with fields."""
-
     topk_ratio: float = Field(ge=0, le=1, allow_inf_nan=False)
     name: str = Field(max_length=40)
 
 
 class Hosted(Service):
-    """Routes that are slow, fail, stream, take input; and runs that come and go.
-
-    Args:
-        pause_s: in the midst of what streams.
-    """
+    """Routes that are slow, fail, stream (with a pause in the midst), take input; and runs that come and go."""
 
     def __init__(self, pause_s: float = 3.0) -> None:
         self._runs, self._pause_s = 0, pause_s
@@ -106,7 +100,6 @@ class Hosted(Service):
 
 
 def main() -> None:
-    """Serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--private", action="store_true")
     parser.add_argument("--idle-exit-s", type=float)

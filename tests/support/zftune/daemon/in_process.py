@@ -36,12 +36,7 @@ T = TypeVar("T")
 
 
 class Application:
-    """Services behind the daemon's routes, in an event loop of their own thread.
-
-    Args:
-        services: started now, stopped by `close`.
-        limits: of a request; None: the usual ones.
-    """
+    """Services behind the daemon's routes, in an event loop of their own thread, until `close`."""
 
     def __init__(self, services: Sequence[Service] = (), limits: Limits | None = None) -> None:
         self._loop = asyncio.new_event_loop()
@@ -58,7 +53,6 @@ class Application:
         self._page = Guarded(self.app, PORT, TOKEN)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of something in the daemon's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(SOON_S)
 
     def ask(
@@ -70,19 +64,10 @@ class Application:
         *,
         page: bool = False,
     ) -> httpx2.Response:
-        """The answer to a request.
-
-        Args:
-            method: of HTTP.
-            route: with its query.
-            body: whole, or in parts of which nobody knows how many come.
-            headers: besides those that HTTP needs.
-            page: whether it comes by the page's port.
-        """
+        """The answer to a request; parts of a body come without its length. `page`: by the page's port."""
         return self.run(self._ask(method, route, body, headers, page))
 
     def close(self) -> None:
-        """End the services, as at the end of the daemon."""
         for service in self.services:
             self.run(service.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -100,8 +85,6 @@ class Application:
 
 
 class Client(DaemonClient):
-    """The client of an application."""
-
     def __init__(self, application: Application) -> None:
         super().__init__(Path("/in-process"))
         self.application = application
@@ -118,8 +101,6 @@ Tell = Callable[..., tuple[int, str, str]]
 
 
 def teller(capsys: pytest.CaptureFixture[str]) -> Tell:
-    """Runs a command line in this process: its exit code, and what was printed."""
-
     def tell(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
@@ -139,7 +120,6 @@ def answers(application: Application, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def hosting(*services: Service, limits: Limits | None = None) -> Iterator[Application]:
-    """An application with services."""
     application = Application(services, limits)
     try:
         yield application
@@ -150,10 +130,7 @@ def hosting(*services: Service, limits: Limits | None = None) -> Iterator[Applic
 @contextmanager
 def following(folder: Path, *, lease_s: float = 30.0) -> Iterator[Application]:
     """An application that follows runs, with its store in a folder."""
-    with (
-        open_store(str(folder / "zftune.db")) as store,
-        hosting(Runs(Registry(store, lease_s=lease_s))) as application,
-    ):
+    with open_store(str(folder / "zftune.db")) as store, hosting(Runs(Registry(store, lease_s=lease_s))) as application:
         yield application
 
 

@@ -26,15 +26,6 @@ START = Setting.of(facts().config)
 
 
 class Training(Agent):
-    """Carries out what is asked for, and reports its steps.
-
-    Args:
-        client: asks the daemon.
-        run: its identity.
-        model: its name.
-        more: of `Agent`.
-    """
-
     def __init__(self, client: DaemonClient, *, run: str, model: str = "gpt2", **more: Any) -> None:
         self.step, self._model, self._noise = 0, model, random.Random(run)
         super().__init__(client, **{"step_ms": faster, **more}, run=run)
@@ -47,12 +38,10 @@ class Training(Agent):
 
     @property
     def called(self) -> str:
-        """The short id of its record."""
         assert self.last.record is not None
         return self.last.record[:8]
 
     def go_on(self, steps: int = 20) -> None:
-        """Some steps, with what is asked for."""
         self.report()
         request = self.asked() if self.last.kind == "apply" and self.done is None else None
         setting = self._resting() if request is None else request.setting
@@ -76,7 +65,6 @@ class Training(Agent):
             self.done = Done(decision, outcome)
 
     def train_until(self, state: str) -> None:
-        """Go on until the run is in a state."""
         ends = time.monotonic() + SOON_S
         while self.last.state != state:
             assert time.monotonic() < ends, f"still {self.last}"
@@ -86,19 +74,12 @@ class Training(Agent):
             self.go_on()  # with the knobs that were found
 
     def _resting(self) -> Setting:
-        """What holds while nothing is asked for."""
         return self.last.incumbent or START
 
 
 @contextmanager
 def training_under(folder: Path, *models: str, until: str = "frozen") -> Iterator[tuple[Daemon, list[Training]]]:
-    """A daemon, and a run for each model that is in a state; the runs are a1a1.., a2a2.. and so on.
-
-    Args:
-        folder: of the daemon's files.
-        models: names.
-        until: the state.
-    """
+    """A daemon, and a run for each model that is in a state; the runs are a1a1.., a2a2.. and so on."""
     with serving(folder, module=COMMAND) as daemon, ExitStack() as stack:
         runs = []
         for number, model in enumerate(models):
@@ -115,7 +96,6 @@ def _stalls(ms: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Train until a signal."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=["meta-llama/Llama-2-7b-hf"])
     parser.add_argument("--period-s", type=float, default=0.3)

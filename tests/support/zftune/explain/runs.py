@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, make
 from zftune.explain.document import explain_document
 from zftune.store.account import Account, Count
@@ -90,24 +91,8 @@ def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
     return document
 
 
-class Clock:
-    """Wall clock that measurements move."""
-
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class ByHand:
-    """Rows with round figures.
-
-    Args:
-        store: with `clock`.
-        clock: moved by measurements.
-        run: begun.
-    """
+    """Rows with round figures; measurements move the clock."""
 
     def __init__(self, store: Store, clock: Clock, run: Run) -> None:
         self.store, self.clock, self.run = store, clock, run

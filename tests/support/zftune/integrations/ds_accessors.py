@@ -58,7 +58,6 @@ SETTINGS = fast(
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's rows."""
     rows = len(x) // torch.distributed.get_world_size()
     return x[torch.distributed.get_rank() * rows :][:rows]
 
@@ -117,7 +116,6 @@ class Training:
 
 @contextmanager
 def trainings(*args: Any, **more: Any) -> Iterator[tuple[Training, Training]]:
-    """Ours, and DeepSpeed's."""
     both = Training(*args, **more), Training(*args, ours=False, **more)
     yield both
     for one in both:
@@ -126,7 +124,6 @@ def trainings(*args: Any, **more: Any) -> Iterator[tuple[Training, Training]]:
 
 @contextmanager
 def training(*args: Any, **more: Any) -> Iterator[Training]:
-    """Ours."""
     made = Training(*args, **more)
     yield made
     made.engine.destroy()
@@ -164,13 +161,10 @@ def same_state(ours: Training, theirs: Training, tolerance: float, *, besides: t
                 )
 
 
-# --- checks of one rank ---------------------------------------------------------------------------------------------
-
 UNUSED = ("unused.",)  # DeepSpeed decays what has no gradient, torch and we leave it alone
 
 
 def as_deepspeed(folder: Path, model: str, dtype: str, stage: int, passes: int) -> None:
-    """All of it, at one setting."""
     # Without clipping: DeepSpeed clips by the norm that a gradient had before it was set.
     with trainings(model, dtype, stage, passes, gradient_clipping=0.0) as both:
         state_and_gradients(*both, dtype, every_pass=stage == 1)  # at stage 2 DeepSpeed shows zeros before the last one
@@ -344,10 +338,7 @@ def gradients_that_have_left() -> None:
 
     from zenflow.standin import GradientPlaceholder
 
-    with (
-        training("odd", "bf16", zenflow=LATE) as ours,
-        training("odd", "bf16", zenflow=LATE) as alone_,
-    ):
+    with training("odd", "bf16", zenflow=LATE) as ours, training("odd", "bf16", zenflow=LATE) as alone_:
         left = 0
         for _ in range(7):
             x = batch(ours.micro)
@@ -375,10 +366,7 @@ def masters_in_windows() -> None:
     """Reading and setting what was read changes nothing while updates are late; a new master stays."""
     from deepspeed import utils
 
-    with (
-        training("odd", "bf16", zenflow=LATE) as ours,
-        training("odd", "bf16", zenflow=LATE) as alone_,
-    ):
+    with training("odd", "bf16", zenflow=LATE) as ours, training("odd", "bf16", zenflow=LATE) as alone_:
         for _ in range(8):
             for one in (ours, alone_):
                 one.step()
@@ -426,9 +414,6 @@ def copies_and_ends() -> None:
     assert not any(vars(parameter) for parameter in ours.model.parameters())
 
 
-# --- zero_to_fp32 ---------------------------------------------------------------------------------------------------
-
-
 def exported_and_resumed(folder: Path) -> None:
     """In the midst of a window; the folder is overwritten; a resumed run has the same masters."""
     from deepspeed import utils
@@ -474,9 +459,6 @@ def saved_weights_lack_nothing(folder: Path) -> None:
         assert any(not torch.equal(seen[name], value) for name, value in saved.items())
 
 
-# --- two ranks ------------------------------------------------------------------------------------------------------
-
-
 def averaged_gradients() -> None:
     """After a step's last backward every rank has the whole batch's gradient, and trains on with what is set."""
     from deepspeed import utils
@@ -511,9 +493,6 @@ def exported_by_two(folder: Path) -> None:
         found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder / "two"))
         for name, parameter in ours.trained.items():
             assert torch.equal(found[name], utils.safe_get_full_fp32_param(parameter)), name
-
-
-# --- the process ----------------------------------------------------------------------------------------------------
 
 
 def name_of(setting: tuple[str, str, int, int]) -> str:

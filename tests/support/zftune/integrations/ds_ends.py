@@ -30,12 +30,7 @@ _EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 
 
 class Moments:
-    """Counts until this process is killed.
-
-    Args:
-        folder: whose files are counted.
-        last: the moment at which it ends; 0: never.
-    """
+    """Counts until this process is killed, at the moment `last` (0: never)."""
 
     def __init__(self, folder: Path, last: int) -> None:
         self.met = 0
@@ -46,7 +41,6 @@ class Moments:
             vars(torch)["save"] = self._half_saved
 
     def saved(self) -> None:
-        """There is a checkpoint."""
         self._saved = True
 
     def passed(self, _module: object, _args: object, output: torch.Tensor) -> None:

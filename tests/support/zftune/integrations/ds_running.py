@@ -18,7 +18,6 @@ ZENFLOW = {"topk_ratio": 0.2, "update_interval": 4, "select_interval": 8, "overl
 
 
 def ds_config(precision: str = "fp32", *, stage: int = 2, zenflow: Mapping[str, Any] | None = None, **more: Any) -> Any:
-    """One that offloads (stage above 0) or not."""
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -31,7 +30,6 @@ def ds_config(precision: str = "fp32", *, stage: int = 2, zenflow: Mapping[str, 
 
 
 def run_cases(folder: Path, cases: Mapping[str, Any], *, ranks: int = 1, status: int = 0) -> list[dict[str, Any]]:
-    """What each rank saw, by the name of the case."""
     folder.mkdir(exist_ok=True)
     given, out = folder / "cases.json", folder / "out.pt"
     given.write_text(json.dumps(cases))

@@ -41,7 +41,6 @@ def gradients(engine: Any, model: nn.Module, x: torch.Tensor) -> dict[str, torch
 
 
 def state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Read and set by DeepSpeed's accessors."""
     from deepspeed import utils
 
     parameter = model.get_parameter("outer.weight")
@@ -71,7 +70,6 @@ def write(model: nn.Module) -> None:
 
 
 def visited(engine: Any, model: nn.Module, x: torch.Tensor, folder: Path) -> dict[str, Any]:
-    """All of it, in a model of the kind "odd" after some steps."""
     alone = read_alone(engine, model, x, folder) if torch.distributed.get_rank() == 0 else {}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     found = {"alone": alone, "weights": weights, "gradients": gradients(engine, model, x), "state": state(model)}

@@ -86,7 +86,6 @@ def refused(engine: Any) -> str:
 
 
 def state(engine: Any, model: nn.Module) -> dict[str, Any]:
-    """By DeepSpeed's accessors."""
     from deepspeed import utils
 
     parameter = model.get_parameter("outer.weight")
@@ -104,7 +103,6 @@ def state(engine: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def saved(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """In 16 bits."""
     told = engine.save_16bit_model(str(folder), "model.bin")
     torch.distributed.barrier()
     consolidated = engine._zero3_consolidated_16bit_state_dict()
@@ -117,6 +115,5 @@ def saved(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
 
 
 def visited(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """All of it, in a model of the kind "odd" after some steps."""
     found = {"read": read(engine, model), "files": saved(engine, model, folder), "refused": refused(engine)}
     return found | {"state": state(engine, model), "written": written(engine, model)}

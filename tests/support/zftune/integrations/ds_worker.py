@@ -129,7 +129,6 @@ def decay(step: int) -> float:
 
 
 def arguments(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Of `deepspeed.initialize`, but for the config."""
     kind, scheduler = case.get("optimizer", "json"), case.get("scheduler")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -233,7 +232,6 @@ def _visited(engine: Any, model: nn.Module, case: dict[str, Any], folder: Path) 
 
 
 def _part() -> slice:
-    """Of each batch, this rank's."""
     rows = 4 // torch.distributed.get_world_size()
     return slice(torch.distributed.get_rank() * rows, (torch.distributed.get_rank() + 1) * rows)
 
@@ -253,8 +251,6 @@ def _small_device(nbytes: int | None) -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """What zftune says within it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
@@ -273,7 +269,6 @@ class _Lines(logging.Handler):
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole copies."""
     return {name: whole(value).clone() for name, value in model.state_dict().items()}
 
 

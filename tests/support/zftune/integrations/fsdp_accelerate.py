@@ -29,7 +29,6 @@ CONFIGS = {"exact": EXACT, "late": LATE}
 
 
 def accelerator_of(precision: str) -> Accelerator:
-    """As on GPUs."""
     AcceleratorState._reset_state(True)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -41,13 +40,7 @@ def accelerator_of(precision: str) -> Accelerator:
 
 
 class Run:
-    """A training that has begun.
-
-    Args:
-        who: makes the optimizer: "torch", or "exact" or "late" of ours.
-        precision: Accelerate's.
-        dtype: in which the model is made.
-    """
+    """A training that has begun. `who` makes the optimizer: "torch", or "exact" or "late" of ours."""
 
     def __init__(self, who: str, precision: str = "no", dtype: torch.dtype = torch.float32) -> None:
         self.accelerator = accelerator_of(precision)

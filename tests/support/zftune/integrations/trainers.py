@@ -23,8 +23,6 @@ Maker = Callable[[nn.Module, Any], torch.optim.Optimizer]
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Random sequences, always the same."""
-
     def __init__(self, number: int = 64) -> None:
         self.ids = torch.randint(VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1))
 
@@ -93,24 +91,20 @@ def trainer(
 
 
 def trained(folder: Path, make: Maker | None, **more: Any) -> Any:
-    """The same after its training."""
     made = trainer(folder, make, **more)
     made.train()
     return made
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """What is saved of it, copied."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether they are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The greatest difference of any element."""
     assert one.keys() == other.keys()
     return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 

@@ -42,7 +42,6 @@ def toy_split(*elements: int, layers: int | None = None, due: int = 1) -> Split:
 
 
 def toy_machine(**figures: Any) -> Machine:
-    """A machine with a GPU of 24 GiB."""
     known: dict[str, Any] = {
         "name": "toy",
         "source": {},

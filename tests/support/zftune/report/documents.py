@@ -1,7 +1,4 @@
-"""Three profile documents: an offloaded run on a rig, a script on a plain CPU, a script on a GPU with NVML.
-
-The numbers are made up, but hang together as a measured profile's do.
-"""
+"""Three made up profiles, coherent as measured ones: offloaded on a rig, a script on a CPU, a script with NVML."""
 
 from __future__ import annotations
 
@@ -152,11 +149,7 @@ def gpu_profile(steps: int = 16) -> Document:
 
 
 def knobs(**changed: Any) -> Document:
-    """Resolved knobs."""
     return KNOBS | changed
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def _rig_rows(steps: int, stretch: float) -> list[Row]:
@@ -205,9 +198,6 @@ def _means(rows: Sequence[Row], field: str) -> Row | None:
     return {name: statistics.fmean(row[field][name] for row in rows) for name in rows[0][field]}
 
 
-# --- timelines --------------------------------------------------------------------------------------------------------
-
-
 def rig_timeline(rows: Sequence[Row]) -> Document:
     """One update window with every lane, in which one copy and one job go on after the end."""
     lanes: dict[str, list[list[Any]]] = {lane: [] for lane in ("compute", "d2h", "h2d", "host", "data", "stall")}
@@ -242,7 +232,6 @@ def rig_timeline(rows: Sequence[Row]) -> Document:
 
 
 def _script_timeline(rows: Sequence[Row]) -> Document:
-    """Four steps as hooks see them."""
     lanes: dict[str, list[list[Any]]] = {"compute": [], "data": []}
     if rows[0]["stall_ms"] is not None:
         lanes |= {"stall": [], "comm": []}
@@ -256,9 +245,6 @@ def _script_timeline(rows: Sequence[Row]) -> Document:
                 lanes["comm"].append([end - 30.0, end - 5.0, "all_reduce"])
             at = end
     return {"first_step": rows[0]["step"], "steps": WINDOW, "length_ms": at, "lanes": lanes}
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 def _moments(rows: Sequence[Row]) -> list[float]:
@@ -299,9 +285,6 @@ def _nvml_rows(rows: Sequence[Row]) -> list[Row]:
         for at in _moments(rows)
         for device in (0, 1)
     ]
-
-
-# --- the rest ---------------------------------------------------------------------------------------------------------
 
 
 def _common(rows: Sequence[Row]) -> Document:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from zftune.store.types import (
-    Curve,
-    CurvePoint,
-    Evidence,
-    Hardware,
-    Key,
-    KnobChange,
-    Measurement,
-    Model,
-    Preset,
-    Ratios,
-)
+from zftune.store.types import Evidence, Hardware, Key, Measurement, Model, Preset, Ratios
 
 KNOBS: dict[str, Any] = {
     "topk_ratio": 0.1,
@@ -59,10 +48,6 @@ EVIDENCE = Evidence(
     steps=72,
     measured_unix_s=1_790_000_000.0,
 )
-CURVE = Curve(
-    (CurvePoint(1, 1, None, 2.5, 0.2), CurvePoint(2, 1, 790.0, 2.25), CurvePoint(3, 1, 780.0)),
-    (KnobChange(2, KNOBS),),
-)
 PRESET = Preset(
     key=KEY,
     knobs=KNOBS,
@@ -78,7 +63,6 @@ PRESET = Preset(
 def other(
     *, model_id: str = KEY.model_id, hw_id: str = KEY.hw_id, ratios: Ratios | None = PRESET.ratios, **key: Any
 ) -> Preset:
-    """The preset for another key."""
     return replace(
         PRESET,
         key=replace(KEY, model_id=model_id, hw_id=hw_id, **key),

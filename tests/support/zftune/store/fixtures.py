@@ -8,24 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiers import fast
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store.servers import Server, emptied, served
 from zftune.store import open_store
 from zftune.store.store import Store
-
-
-class Clock:
-    """Wall clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -54,7 +40,6 @@ def url(request: pytest.FixtureRequest, path: Path) -> str:
 
 @pytest.fixture
 def either(url: str, clock: Clock) -> Iterator[Store]:
-    """A store of either kind, by the test's clock."""
     with open_store(url, clock=clock) as opened:
         assert opened.notices == []
         opened._database.ahead_s = 0.0

@@ -59,11 +59,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 class Server:
-    """One, on a Unix socket in a folder of its own; with a superuser "zftune".
-
-    Args:
-        durable: whether a transaction is on the disk before it is acknowledged.
-    """
+    """One, on a Unix socket in a folder of its own; with a superuser "zftune"."""
 
     def __init__(self, *, durable: bool = False) -> None:
         found = binaries()
@@ -92,22 +88,15 @@ class Server:
             connection.execute("CREATE DATABASE zftune")
 
     def url(self, database: str = "zftune", user: str = "zftune", password: str = PASSWORD) -> str:
-        """Of a database of it."""
         return f"postgresql+psycopg://{user}:{password}@/{database}?host={self.folder}"
 
     def connect(self, database: str = "zftune") -> psycopg.Connection:
-        """A connection of the superuser, which commits each statement."""
         password = PASSWORD.replace("%40", "@")
         return psycopg.connect(
             dbname=database, user="zftune", password=password, host=str(self.folder), port=self.port, autocommit=True
         )
 
     def start(self, **more: str) -> None:
-        """Start it, and wait until it lets somebody in.
-
-        Args:
-            more: of its settings, until it is started again.
-        """
         own = {"fsync": "on" if self._durable else "off", "unix_socket_directories": str(self.folder)}
         settings = {**_SETTINGS, **own, "port": _PORT, **more}
         self.port = settings["port"]
@@ -142,7 +131,6 @@ class Server:
         self._signal(signal.SIGSTOP if stop else signal.SIGCONT)
 
     def close(self) -> None:
-        """End it, and remove what it has left."""
         if self._process is not None:
             self.kill()
         shutil.rmtree(self.folder)

@@ -12,7 +12,6 @@ STEPS = 24
 
 
 def train(path: str) -> dict[str, Any]:
-    """A few steps on one batch."""
     import deepspeed
     import torch
 

@@ -23,12 +23,8 @@ _CAPABILITIES = 0x20080522  # the version of what `capset` takes
 def tune(arguments: Sequence[str], output: str, environment: Mapping[str, str], wrong: Mapping[str, Any]) -> None:
     """Run the command; its output, and its exit code as the last line, go to a file.
 
-    Args:
-        arguments: of `zftune tune`.
-        output: the file.
-        environment: to be changed.
-        wrong: "powerless": permissions hold for the superuser, too; "most_bytes": of a file; "root": stands for "/"
-            where mounts are read; "local": the file on a disk of this node.
+    `wrong`: "powerless": permissions hold for the superuser, too; "most_bytes": of a file; "root": stands for "/" where
+    mounts are read; "local": the file on a disk of this node.
     """
     os.environ.update(environment)
     with open(output, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):  # noqa: PTH123

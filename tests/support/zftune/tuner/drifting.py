@@ -75,7 +75,6 @@ class World:
         self.driver.run(self.search, most)
 
     def settle(self) -> None:
-        """Until it has stopped."""
         for _ in range(40):
             if isinstance(self.search.state, Stopped):
                 return

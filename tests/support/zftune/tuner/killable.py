@@ -64,14 +64,7 @@ class Acknowledging(Store):
 
 
 def search(path: str, log: str, given: dict[str, Any], steps: int = 100_000) -> dict[str, Any]:
-    """Search until killed, or for some steps.
-
-    Args:
-        path: of the database.
-        log: one line for each acknowledgement.
-        given: of the training.
-        steps: at most.
-    """
+    """Search until killed, or for some steps; the log gets one line for each acknowledgement."""
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def acknowledge(what: str, value: Any) -> None:

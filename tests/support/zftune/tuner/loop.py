@@ -12,7 +12,6 @@ from torch import nn
 
 import zftune
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.space import Setting
 
@@ -55,12 +54,6 @@ class Loop:
     @property
     def knobs(self) -> Setting:
         return Setting.of(self.optimizer.config)
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
 
 
 @pytest.fixture

@@ -94,7 +94,6 @@ class Scene:
         self.live = live_search(scene, self.search, recorder=recorder, worker=worker)
 
     def train(self, scale: float = 1.0) -> torch.Tensor:
-        """One step, without the search."""
         for _ in range(self.micro_batches):
             loss: torch.Tensor = self.module(torch.randn(16, 32)).square().mean() * scale
             loss.backward()
@@ -111,7 +110,6 @@ class Scene:
         return going
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Train until the search is over, or as long as a test may last."""
         ends = time.monotonic() + 240
         while not until() and self.step():
             assert time.monotonic() < ends

@@ -18,14 +18,7 @@ def model_id(number: int) -> str:
 
 
 def search(path: str, number: int, begin: str, told: str) -> None:
-    """Search, and write down what the store must hold.
-
-    Args:
-        path: of the database.
-        number: of the process: its model and its surface.
-        begin: a file; it waits for it.
-        told: the file that it writes.
-    """
+    """Search once the file `begin` is there, and write down in `told` what the store must hold."""
     while not Path(begin).exists():
         os.sched_yield()
     facts = RunFacts(model=Model(model_id=model_id(number), dtype="bfloat16"), micro_batch=1, sequence=64)

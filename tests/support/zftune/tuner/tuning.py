@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from rich.console import Console
 from tests.support.zftune.fixtures import rig_text
 from zftune.builtin import OnStep
 from zftune.explain.screen import render
-from zftune.store import open_store
-from zftune.store.store import Store
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.tuner import Tuner
 
@@ -25,12 +22,6 @@ def shown(document: dict[str, Any]) -> str:
     out = io.StringIO()
     Console(width=120, file=out).print(render(document))
     return out.getvalue()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
 
 
 def watch(done: int, tuner: Tuner) -> None:

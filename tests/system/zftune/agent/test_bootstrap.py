@@ -25,7 +25,6 @@ STEPS = """
 
 
 def python(folder: Path, code: str, *, other: Path | None = None, flags: tuple[str, ...] = ()) -> tuple[Child, Child]:
-    """Run code with the agent's folder on the path, and without."""
     folder.mkdir(exist_ok=True)
     with_us = environ(folder) if other is None else environ(folder, PYTHONPATH=str(other))
     without = {name: value for name, value in with_us.items() if not name.startswith("ZFTUNE_")}

@@ -128,7 +128,6 @@ ENGINE = """
 
 
 def engine(tmp_path: Path, zero: str) -> Child:
-    """Train with DeepSpeed on one gloo rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -224,12 +223,7 @@ RUNTIME = """
 @pytest.mark.smoke
 @pytest.mark.parametrize("device", ["None", "EmulatedAccelerator(rig)"])
 def test_this_packages_runtime(tmp_path: Path, device: str) -> None:
-    child = train(
-        tmp_path,
-        RUNTIME.replace("DEVICE", device),
-        warmup=4,
-        steps=6,
-    )
+    child = train(tmp_path, RUNTIME.replace("DEVICE", device), warmup=4, steps=6)
     assert child.only("end")["reason"] == "measured"
     model = child.only("model")
     assert model["optimizer"] == "ZenFlowAdamW"

@@ -35,7 +35,6 @@ def found_in(folder: Path, name: str) -> dict[str, Any]:
 
 
 def model_file(folder: Path) -> dict[str, Any]:
-    """What the engine saved of the model."""
     (path,) = folder.glob(f"*/{MODEL_STATES}")
     document: dict[str, Any] = torch.load(path, weights_only=True)
     return document

@@ -25,7 +25,6 @@ HEAD = f"HTTP/1.1 200 OK\r\nzftune-protocol: {PROTOCOL}\r\n".encode()
 
 @contextmanager
 def standing_in(path: Path, answer: Callable[[socket.socket], None]) -> Iterator[None]:
-    """Something that listens and answers one connection after another, each as `answer` does."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -119,10 +118,7 @@ ODD = {
         f"speaks protocol '99'; this zftune needs protocol {PROTOCOL}",
     ),
     "a bad length": (HEAD + b"content-length: many\r\n\r\n{}", None),
-    "an error without a sentence": (
-        HEAD.replace(b"200 OK", b"418 X") + b"content-length: 2\r\n\r\n[]",
-        "status 418",
-    ),
+    "an error without a sentence": (HEAD.replace(b"200 OK", b"418 X") + b"content-length: 2\r\n\r\n[]", "status 418"),
 }
 
 

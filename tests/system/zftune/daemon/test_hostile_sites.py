@@ -48,7 +48,6 @@ class Hostile(BaseHTTPRequestHandler):
 
 @contextmanager
 def hostile() -> Iterator[int]:
-    """A hostile site; its port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -72,7 +71,6 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def training(daemon: Daemon) -> Iterator[Training]:
-    """A run that is looked for."""
     with DaemonClient(daemon.path, timeout_s=30.0) as client:
         training = Training(client, run="a1" * 16, model="secret-model")
         training.report()
@@ -92,7 +90,6 @@ def new_link(daemon: Daemon) -> str:
 
 
 def opened(browser: Chromium, daemon: Daemon) -> str:
-    """Open the page, which gives the cookie; its origin."""
     url = new_link(daemon)
     browser.open(url)
     browser.until("document.querySelector('#run-title')?.textContent.includes('secret-model')")
@@ -101,7 +98,6 @@ def opened(browser: Chromium, daemon: Daemon) -> str:
 
 
 def arrived(browser: Chromium, url: str) -> str:
-    """Go somewhere; what a reader sees there."""
     browser.open(url)
     browser.until(f"location.href.startsWith({url.partition('?')[0]!r}) && document.readyState === 'complete'")
     return browser.text("body")

@@ -17,15 +17,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from tests.support.tiers import fast
-from tests.support.zftune.daemon.daemons import (
-    SOON_S,
-    Daemon,
-    begun,
-    exchange,
-    get,
-    serving,
-    status_of,
-)
+from tests.support.zftune.daemon.daemons import SOON_S, Daemon, begun, exchange, get, serving, status_of
 from tests.support.zftune.daemon.hosted import Hosted
 from zftune.daemon import process
 from zftune.daemon.client.http import DaemonClient

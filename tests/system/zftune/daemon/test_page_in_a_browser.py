@@ -22,7 +22,6 @@ def button(command: str) -> str:
 
 
 def traces(browser: Chromium, plot: str) -> dict[str, list[float]]:
-    """What a plot shows, by name."""
     found: dict[str, list[float]] = browser.run(
         f"Object.fromEntries(document.getElementById('{plot}').data.map(one => [one.name, one.y]))"
     )
@@ -30,7 +29,6 @@ def traces(browser: Chromium, plot: str) -> dict[str, list[float]]:
 
 
 def opened(browser: Chromium, daemon: Daemon) -> str:
-    """Open the page; its origin."""
     with DaemonClient(daemon.path) as client:
         url = client.post("/v1/page")["url"]
     browser.size(1400, 1000)

@@ -58,8 +58,6 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 def figures(node: Node, run: str = RUN) -> Any:
-    """Of a run's GPU, once there are any."""
-
     def look() -> Any:
         node.look()
         found = node.gpu(run)
@@ -110,5 +108,4 @@ def test_a_link_that_is_shifted_down_while_a_run_trains_voids(here: Callable[...
 
 
 def shown(client: DaemonClient) -> Any:
-    """What is shown of the GPU of the only run."""
     return client.get("/v1/runs")[0]["gpu"]

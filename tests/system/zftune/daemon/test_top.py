@@ -40,7 +40,6 @@ class Terminal:
         self.seen = b""
 
     def until(self, text: bytes) -> None:
-        """Wait until it is written; what came before is forgotten."""
         ends = time.monotonic() + SOON_S
         while text not in self.seen:
             ready, _, _ = select.select([self.screen], [], [], max(0.0, ends - time.monotonic()))

@@ -44,7 +44,6 @@ def posted(body: bytes, route: str) -> bytes:
 
 
 def refusal(answer: bytes) -> tuple[int, str]:
-    """Status and sentence."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert f"\r\nzftune-protocol: {PROTOCOL}".encode() in head
     return status_of(answer), json.loads(body)["error"]

@@ -38,7 +38,6 @@ CONFIGS = fast({name: ALL[name] for name in ("scaled fp16", "zenflow bf16")}, al
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each run without an interruption."""
     cases = {name: {**case, "ours": True, "steps": STEPS} for name, case in CONFIGS.items()}
     return once(tmp_path_factory, "whole", lambda folder: run_cases(folder, cases)[0])
 

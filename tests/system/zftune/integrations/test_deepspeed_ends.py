@@ -1,7 +1,4 @@
-"""A rank of DeepSpeed's engine is killed: the others end, and what was saved is whole and goes on.
-
-`ZFTUNE_KILLS=100` does it at more moments.
-"""
+"""A rank of DeepSpeed's engine is killed: the others end, and what was saved goes on (`ZFTUNE_KILLS=100`: often)."""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> dict[str, Any]:
-    """What each training ran with."""
     proven, theirs = (
         replace(PRESET, name=name, knobs={**KNOBS, "topk_ratio": k, "update_interval": interval, "host_threads": None})
         for name, (k, interval) in (("proven", PROVEN), ("theirs", THEIRS))

@@ -1,7 +1,4 @@
-"""ZeRO stages 1 and 2 on the backend zenflow with several ranks: they share out the state, and have whole weights.
-
-The weights are equal on all ranks, and those of one rank with the whole batch.
-"""
+"""ZeRO stages 1 and 2 on several ranks: whole weights, equal on all, and those of one rank with the whole batch."""
 
 from __future__ import annotations
 
@@ -90,11 +87,7 @@ def test_two_ranks_train_as_one(two: list[dict[str, Any]], one: dict[str, Any], 
 
 def test_a_profile_names_the_users_stage_and_what_trains(two: list[dict[str, Any]], one: dict[str, Any]) -> None:
     shared = "with whole weights, its state shared out among the ranks"
-    wanted = {
-        "exact": (2, shared),
-        "stage 1": (1, shared),
-        "without rows": (2, "with all of its state on each rank"),
-    }
+    wanted = {"exact": (2, shared), "stage 1": (1, shared), "without rows": (2, "with all of its state on each rank")}
     for name, (stage, how) in wanted.items():
         (told,) = two[0][name]["described"]
         assert told.startswith("DeepSpeed ")

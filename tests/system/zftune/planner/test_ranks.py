@@ -1,7 +1,4 @@
-"""Predictions for several ranks, beside what they do: bytes, host memory, and steps on rigs.
-
-Each has its rows of the weights (FSDP2), or all of the weights and the state of its rows (`zenflow.Partition`).
-"""
+"""Predictions for several ranks (FSDP2, and `zenflow.Partition`) beside what they do: bytes, host memory, and steps."""
 
 from __future__ import annotations
 
@@ -121,17 +118,7 @@ ALL = {
     "whole weights, slow network": Setting(windows(4, bucket_bytes=2000), rig=SLOW, keeps_whole=True),
 }
 ON_FOUR = ("pipelined", "windows", "slow network", "whole weights, early")
-SETTINGS = fast(
-    {
-        name: ALL[name]
-        for name in (
-            "pipelined",
-            "windows",
-            "whole weights, windows",
-        )
-    },
-    all_of=ALL,
-)
+SETTINGS = fast({name: ALL[name] for name in ("pipelined", "windows", "whole weights, windows")}, all_of=ALL)
 ALL_REPLICAS = {
     "replicas": Setting(windows(4, bucket_bytes=2000), rig=replace(RIG, network_gbps=1e-5), replicas=2, steps=16),
     "replicas far apart": Setting(
@@ -189,9 +176,7 @@ WORK = {name: partial(train, setting) for name, setting in (SETTINGS | HSDP).ite
 TRIED_ON = {2: list(SETTINGS), 4: [name for name in SETTINGS if name in ON_FOUR]}
 """Settings by the number of ranks."""
 EACH = pytest.mark.parametrize(
-    ("ranks", "name"),
-    [(count, name) for count in RANKS for name in TRIED_ON[count]],
-    indirect=["ranks"],
+    ("ranks", "name"), [(count, name) for count in RANKS for name in TRIED_ON[count]], indirect=["ranks"]
 )
 
 

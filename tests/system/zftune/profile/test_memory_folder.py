@@ -25,8 +25,7 @@ with _folder() as first:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("size", "first", "second"),
-    fast([SMALL_ONE], all_of=[("large", "/dev/shm", "TMP"), SMALL_ONE]),
+    ("size", "first", "second"), fast([SMALL_ONE], all_of=[("large", "/dev/shm", "TMP"), SMALL_ONE])
 )
 def test_memory_that_is_small_or_full_is_left_to_the_training(
     tmp_path: Path, size: str, first: str, second: str

@@ -67,9 +67,6 @@ def test_what_was_saved_is_as_sure_as_the_comparison_behind_it() -> None:
     assert saved_with_error(saved_s(0.102), None) == "about 31.9 s"
 
 
-# --- whose count holds ------------------------------------------------------------------------------------------------
-
-
 def test_the_later_count_of_a_process_holds_and_processes_add_up() -> None:
     early, late = Count(steps=10, seconds=5.0), Count(steps=30, seconds=12.0, spent_s=1.0)
     found = Account().taken("one", late)
@@ -94,8 +91,6 @@ def test_a_counter_spends_what_a_try_took_beyond_the_incumbent_once_it_is_over()
     counter.step(99.0, 0, 16)  # a clock that went back, and a step that a gradient scaler left out
     assert (counter.count.steps, counter.count.seconds) == (3, 3.0)
 
-
-# --- beside the database ----------------------------------------------------------------------------------------------
 
 _DIES = """
 import os, signal, sys

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import fork_server
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
-from tests.support.zftune.store.fixtures import Clock
 from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.store import Store

@@ -30,12 +30,6 @@ KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("2", all_of="10")))
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    """Processes that begin with everything imported."""
-    return fork_server.context()
-
-
 @pytest.mark.smoke
 def test_many_processes_write_different_models(context: ForkServerContext, path: Path, tmp_path: Path) -> None:
     begin = tmp_path / "begin"
@@ -142,8 +136,6 @@ def test_a_forked_child_has_connections_of_its_own(path: Path) -> None:
     with open_store(str(path)) as store:
         assert (store.notices, len(store.runs())) == ([], 11)
 
-
-# --- what a process may not do -------------------------------------------------------------------------------------
 
 READ_ONLY = """
     from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
-from tests.support.zftune.store.fixtures import Clock
 from tests.support.zftune.store.servers import emptied
 from zftune.errors import StoreError
 from zftune.store import open_store

@@ -49,8 +49,6 @@ def begun(store: Store, **more: Any) -> Run:
     return store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS, **more)
 
 
-# --- the URL ----------------------------------------------------------------------------------------------------------
-
 WRONG = [
     ("postgres://me:s3cret@host/db", "postgres://me:***@host/db", "it must be a path, sqlite:///PATH or postgresql"),
     ("mysql://me:s3cret@host/db", "mysql://me:***@host/db", "it must be a path, sqlite:///PATH or postgresql"),
@@ -104,9 +102,6 @@ def test_an_open_store_shows_no_password(url: str, store: Store) -> None:
     shown.append(meant_by({"ZFTUNE_DB": url}).identity)
     store._database.engine.dispose()
     assert not any(PASSWORD in one or PASSWORD.replace("%40", "@") in one for one in shown)
-
-
-# --- roles, tables ----------------------------------------------------------------------------------------------------
 
 
 def test_the_roles_of_the_documentation_suffice_and_can_do_no_more(server: Server) -> None:
@@ -177,17 +172,11 @@ def _waiting(connection: psycopg.Connection) -> int:
     return int(found[0])
 
 
-# --- several at once --------------------------------------------------------------------------------------------------
-
-
 def test_leases_go_by_the_servers_clock(url: str) -> None:
     with open_store(url) as store, open_store(url, clock=lambda: 1e9) as slow:
         run = begun(slow)
         assert LEASE_S - 60 < store.lease_left_s(run.run_id) <= LEASE_S
         assert store.reap() == []
-
-
-# --- a server that is away --------------------------------------------------------------------------------------------
 
 
 def acknowledged(store: Store, ends: threading.Event, each: threading.Semaphore) -> dict[str, list[tuple[int, float]]]:

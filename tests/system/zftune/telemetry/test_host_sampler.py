@@ -51,7 +51,6 @@ def burning() -> Iterator[subprocess.Popen[str]]:
 
 
 def watch(sampler: HostSampler, seconds: float) -> tuple[int, int]:
-    """Let it sample; the window."""
     begin = time.monotonic_ns()
     sampler.start()
     time.sleep(seconds)

@@ -19,7 +19,6 @@ from zftune.store.types import RunState, TrialState
 
 
 def measured(path: Path) -> int:
-    """How many measurements the database holds."""
     if not path.exists():
         return 0
     with open_store(str(path)) as store:

@@ -1,7 +1,4 @@
-"""`zftune tune` is killed at random moments, again and again. `ZFTUNE_KILLS=200` kills more often.
-
-And a training that searches in its own process, at chosen ones: what its run's account has of it.
-"""
+"""`zftune tune`, or a training that searches in its own process, is killed. `ZFTUNE_KILLS=200` kills more often."""
 
 from __future__ import annotations
 
@@ -27,12 +24,6 @@ from zftune.store.types import RunState, TrialState
 
 KILLS = int(os.environ.get("ZFTUNE_KILLS", fast("1", all_of="6")))
 _LONGEST_S = 1.2  # from the moment on at which it searches until it is killed
-
-
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    """Processes that begin with everything imported."""
-    return fork_server.context()
 
 
 @pytest.fixture
@@ -66,7 +57,6 @@ class Lives:
         self.seen: Counter[str] = Counter()
 
     def look(self, told: list[tuple[str, Any]]) -> None:
-        """Hold the database to what the one that was just killed was told."""
         with open_store(str(self.path)) as store:
             assert store.notices == []
             assert [value for what, value in told if what == "notice"] == []
@@ -134,7 +124,6 @@ def _of(told: list[tuple[str, Any]], name: str) -> list[tuple[str, Any]]:
 def kill(
     context: ForkServerContext, lives: Lives, log: Path, given: dict[str, Any], moment: random.Random, longest_s: float
 ) -> None:
-    """Let it search for a while, and kill it; now and then before it searches."""
     process = context.Process(target=killable.search, args=(str(lives.path), str(log), given))
     process.start()
     early = moment.random() < 0.2

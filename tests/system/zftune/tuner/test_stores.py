@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import fork_server
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import commanding
 from zftune.store import open_store
@@ -20,11 +19,6 @@ from zftune.store.opening import HEAD
 
 STEPS = 60
 DATABASE = ".local/share/zftune/zftune.db"
-
-
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    return fork_server.context()
 
 
 @pytest.fixture
@@ -80,16 +74,10 @@ def network(home: Path) -> Mapping[str, Any]:
     ("wrong", "sentence"),
     [
         (nothing, None),
-        (
-            read_only,
-            "cannot be used (Permission denied): what zftune learns is kept in memory",
-        ),
+        (read_only, "cannot be used (Permission denied): what zftune learns is kept in memory"),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
-        (
-            newer,
-            f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what",
-        ),
+        (newer, f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what"),
         pytest.param(
             corrupt,
             "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.zftune.fixtures import rig_text
-from tests.support.zftune.tuner.tuning import THINKING_S, interrupt_after, quick, shown, store, watch
+from tests.support.zftune.tuner.tuning import THINKING_S, interrupt_after, quick, shown, watch
 from zenflow import ZenFlowConfig
 from zftune.builtin import TuneOptions, _task_of, _tuner, start_of, tune
 from zftune.cli import main as cli
@@ -28,7 +28,7 @@ from zftune.tuner.setup import Planning
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
-__all__ = ["quick", "store"]
+__all__ = ["quick"]
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 

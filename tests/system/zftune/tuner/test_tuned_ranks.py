@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.zftune.fixtures import rig_text
-from tests.support.zftune.tuner.tuning import THINKING_S, interrupt_after, quick, shown, store, watch
+from tests.support.zftune.tuner.tuning import THINKING_S, interrupt_after, quick, shown, watch
 from zftune.builtin import TuneOptions, tune
 from zftune.store.store import Store
 from zftune.tuner.search import SearchOptions
 
-__all__ = ["quick", "store"]
+__all__ = ["quick"]
 
 
 def of_ranks(quick: dict[str, Any], tmp_path: Path, ranks: int) -> TuneOptions:

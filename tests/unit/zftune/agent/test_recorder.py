@@ -58,19 +58,15 @@ class Script:
         return end - begin
 
     def go(self, ms: float) -> None:
-        """Time goes by: for the thread, and for the stream's work."""
         self.ms += ms
         self.behind_ms = max(0.0, self.behind_ms - ms)
 
     def launch(self, ms: float) -> None:
-        """Give the stream work."""
         self.behind_ms += ms
 
 
 @dataclass
 class Run:
-    """A recorder and what it emits."""
-
     script: Script = field(default_factory=Script)
     rows: list[StepRow] = field(default_factory=list)
     depth: int = 0

@@ -357,8 +357,6 @@ def test_a_failure_is_written_once_and_switches_off(tmp_path: Path) -> None:
 
 
 class Sampler(FrameSampler):
-    """Notes when it samples, in place of doing so."""
-
     def __init__(self, may_not_ask: Callable[[], bool], log: list[str]) -> None:
         super().__init__(None)
         self.may_not_ask, self.log = may_not_ask, log
@@ -373,17 +371,20 @@ class Sampler(FrameSampler):
         return {"of": "step", "samples": 3}
 
 
-def test_frames_are_sampled_in_the_measured_steps(tmp_path: Path) -> None:
-    log: list[str] = []
+def sampling_in(folder: Path, warmup: int, log: list[str]) -> tuple[Session, list[Sampler]]:
     made: list[Sampler] = []
 
     def sampler_for(_backend: StreamBackend, may_not_ask: Callable[[], bool]) -> Sampler:
         made.append(Sampler(may_not_ask, log))
         return made[-1]
 
-    session = Session(
-        Settings(tmp_path, 2, 3), Facts(), lambda _: WallClock(), lambda _of: None, sampler_for=sampler_for
-    )
+    settings = Settings(folder, warmup, 3)
+    return Session(settings, Facts(), lambda _: WallClock(), lambda _of: None, sampler_for=sampler_for), made
+
+
+def test_frames_are_sampled_in_the_measured_steps(tmp_path: Path) -> None:
+    log: list[str] = []
+    session, made = sampling_in(tmp_path, 2, log)
     optimizer = optimizer_of(nn.Linear(1, 1))
     seen = []
     for _ in range(8):
@@ -398,15 +399,7 @@ def test_frames_are_sampled_in_the_measured_steps(tmp_path: Path) -> None:
 
 
 def test_the_device_is_not_asked_in_waits_and_while_a_graph_is_captured(tmp_path: Path) -> None:
-    made: list[Sampler] = []
-
-    def sampler_for(_backend: StreamBackend, may_not_ask: Callable[[], bool]) -> Sampler:
-        made.append(Sampler(may_not_ask, []))
-        return made[-1]
-
-    session = Session(
-        Settings(tmp_path, 1, 3), Facts(), lambda _: WallClock(), lambda _of: None, sampler_for=sampler_for
-    )
+    session, made = sampling_in(tmp_path, 1, [])
     optimizer = optimizer_of(nn.Linear(1, 1))
     for _ in range(2):
         step(session, optimizer)

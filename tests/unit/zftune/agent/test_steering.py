@@ -36,8 +36,6 @@ Steer = Callable[..., None]
 
 
 class Loop:
-    """A small model on an emulated accelerator."""
-
     def __init__(self, config: ZenFlowConfig = OWN) -> None:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))

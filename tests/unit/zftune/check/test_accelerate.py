@@ -169,12 +169,7 @@ def test_what_to_do_can_be_done_there(tmp_path: Path) -> None:
     assert '"zftune"' not in f"{finding.reason} {report.outcome}"
 
 
-# Against Accelerate
-
-
 class Launched(NamedTuple):
-    """What a training gets."""
-
     environment: dict[str, str]
     precision: str
 
@@ -257,9 +252,6 @@ def test_a_file_that_it_names_is_judged(tmp_path: Path, plugin: Callable[..., di
     assert str(judged(path).outcome) == "trains on zenflow, quality exact"
 
 
-# What is something else
-
-
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
@@ -280,12 +272,7 @@ def test_a_file_that_it_names_is_judged(tmp_path: Path, plugin: Callable[..., di
     ],
 )
 def test_what_is_none_is_a_sentence_and_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    text: str,
-    part: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, text: str, part: str
 ) -> None:
     assert part in ended(monkeypatch, capsys, written(tmp_path, text, name))
 
@@ -299,7 +286,6 @@ def test_no_yaml_is_fixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The sentence with which `zftune check` ends, with 2."""
     monkeypatch.setattr(sys, "argv", ["zftune", "check", *words])
     with pytest.raises(SystemExit) as exit_:
         cli.main()

@@ -39,8 +39,6 @@ BAD: dict[str, Any] = {
 
 @pytest.fixture
 def zftune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run it in this process: exit code, standard output and error."""
-
     monkeypatch.setattr("zftune.integrations.deepspeed.asking.Asker", lambda: contextlib.nullcontext(ask))
 
     def run(*arguments: object) -> tuple[object, str, str]:
@@ -64,13 +62,6 @@ def test_nothing_found_is_0(zftune: Run, tmp_path: Path) -> None:
     code, out, err = zftune(written(tmp_path, safe("zero2-offload")))
     assert (code, err) == (0, "")
     assert "No fault found." in out
-
-
-def test_something_found_is_1(zftune: Run, tmp_path: Path) -> None:
-    code, out, _ = zftune(written(tmp_path, BAD))
-    assert code == 1
-    assert "full_warm_up_rounds (not there)" in out
-    assert "safe: zero_optimization.zenflow.full_warm_up_rounds = 4" in " ".join(out.split())
 
 
 def test_json(zftune: Run, tmp_path: Path) -> None:
@@ -155,11 +146,7 @@ def test_fix_writes_plain_json_where_that_is_all(zftune: Run, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("preset", "sentence"),
-    [
-        ("bset", "preset 'bset' is not in the store"),
-        ("./nowhere.json", "nowhere.json"),
-    ],
+    ("preset", "sentence"), [("bset", "preset 'bset' is not in the store"), ("./nowhere.json", "nowhere.json")]
 )
 def test_a_preset_that_is_not_there_is_named(
     zftune: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, sentence: str
@@ -243,7 +230,7 @@ def test_without_deepspeed_what_is_known_is_checked(
     monkeypatch.setattr(importlib.import_module("zftune.telemetry.fingerprint"), "installed", lambda _: None)
     code, out, _ = zftune(written(tmp_path, BAD))
     assert (code, out.count("DeepSpeed is not installed: only what zftune")) == (1, 1)
-    assert "full_warm_up_rounds = 4" in " ".join(out.split())
+    assert "safe: zero_optimization.zenflow.full_warm_up_rounds = 4" in " ".join(out.split())
 
 
 def test_a_misspelt_setting_is_not_set_to_something_else(zftune: Run, tmp_path: Path) -> None:

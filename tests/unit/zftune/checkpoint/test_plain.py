@@ -29,7 +29,6 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def ours(config: zenflow.ZenFlowConfig, dtype: torch.dtype, *, named: bool = True) -> tuple[Tiny, Any]:
-    """A run that has begun."""
     model = Tiny().to(dtype)
     groups = groups_of(model, named=named)
     optimizer = zenflow.ZenFlowAdamW(groups, lr=LR, betas=BETAS, config=config, module=model)
@@ -41,7 +40,6 @@ def ours(config: zenflow.ZenFlowConfig, dtype: torch.dtype, *, named: bool = Tru
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nested documents hold the same, bit for bit."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -53,7 +51,6 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """Three steps of torch's AdamW, with a schedule's own key in the groups."""
     model = Tiny()
     optimizer = torch.optim.AdamW(groups_of(model, named=True), lr=LR, betas=BETAS)
     torch.optim.lr_scheduler.StepLR(optimizer, 2)

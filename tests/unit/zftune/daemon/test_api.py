@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import httpx2
 import pytest
@@ -18,12 +18,6 @@ from zftune.daemon.server.limits import Limits
 ECHO = "/v1/test/echo/7"
 GOOD = b'{"topk_ratio": 0.5, "name": "x"}'
 SHORT_S = 0.05
-
-
-@pytest.fixture(scope="module")
-def application() -> Iterator[Application]:
-    with hosting(Hosted()) as made:
-        yield made
 
 
 def refusal(answer: httpx2.Response) -> tuple[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.zftune.daemon.hosted import Hosted
-from tests.support.zftune.daemon.in_process import TOKEN, Application, Client, hosting
+from tests.support.zftune.daemon.in_process import TOKEN, Application, Client
 from tests.unit.zftune.daemon.test_page import Browser
 from zftune import __version__
 from zftune.daemon import PROTOCOL
@@ -29,12 +27,6 @@ ROOT = Path(__file__).parents[4]
 def samples(text: str) -> dict[str, float]:
     """Values by name; the parser refuses what Prometheus would."""
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-
-
-@pytest.fixture(scope="module")
-def application() -> Iterator[Application]:
-    with hosting(Hosted()) as made:
-        yield made
 
 
 def test_the_socket_gives_the_metrics(application: Application) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.support.zftune.daemon.hosted import Hosted
-from tests.support.zftune.daemon.in_process import PORT, Application, Client, hosting
+from tests.support.zftune.daemon.in_process import PORT, Application, Client
 from zftune.words import CAUSES, COLOURS, page_words
 
 PAGE = Path(__file__).parents[4] / "zftune" / "daemon" / "page"
@@ -39,7 +37,6 @@ class Browser:
 
 
 def link(application: Application) -> str:
-    """Path of a link that opens the page."""
     url = Client(application).post("/v1/page")["url"]
     assert re.fullmatch(rf"{ORIGIN}/open\?token=[\w-]{{43}}", url)
     return str(url.removeprefix(ORIGIN))
@@ -49,21 +46,13 @@ def cookie_of(answer: httpx2.Response) -> str:
     return str(answer.headers["set-cookie"].partition(";")[0])
 
 
-@pytest.fixture(scope="module")
-def application() -> Iterator[Application]:
-    with hosting(Hosted()) as made:
-        yield made
-
-
 @pytest.fixture
 def stranger(application: Application) -> Browser:
-    """Without a cookie."""
     return Browser(application)
 
 
 @pytest.fixture
 def browser(application: Application) -> Browser:
-    """With a cookie."""
     return Browser(application, {"cookie": cookie_of(Browser(application).ask("GET", link(application)))})
 
 

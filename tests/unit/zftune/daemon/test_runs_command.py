@@ -113,11 +113,7 @@ def test_trainings_that_no_daemon_follows_are_told_of(
         (0, f"No run is followed; {http.PAST_RUNS}\n", "") if answers else (1, "", "zftune: no daemon serves 'x'\n")
     )
     with open_store(str(path)) as store:
-        key = Key(
-            model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
-            micro_batch=1, sequence=64, checkpointing=False, quality="published",
-        )  # fmt: skip
-        run = store.begin_run(key, Model(model_id=key.model_id), Hardware(hw_id=key.hw_id), knobs={}).run_id
+        run = begin(store, "").run_id
         pulse = Pulse(RunLocks(path), run, "p" * 32)
         pulse.beat(Count(steps=7, seconds=70.0), None)
         assert teller(capsys)("runs", "list") == nothing  # who writes the run lives: it looks for no daemon
@@ -208,7 +204,6 @@ def test_without_a_daemon_the_store_is_named(
 
 
 def begin(store: Store, name: str) -> Run:
-    """Write a run down that has begun."""
     key = Key(
         model_id="a" * 16, hw_id="b" * 16, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
         micro_batch=1, sequence=64, checkpointing=False, quality="published",

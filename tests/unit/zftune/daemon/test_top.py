@@ -64,7 +64,6 @@ def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Tr
 
 
 def many(found: Frame) -> Frame:
-    """More runs, decisions, trials, notices and knobs than any screen has room for."""
     one: dict[str, Any] = json.loads(json.dumps(found.shown[0]))
     one["run"]["notices"] = ["\x1b a notice " * 40] * 2
     one["run"]["argv"] = ["\x1b]0;x" * 300]

@@ -40,9 +40,6 @@ def started(clock: Clock, target: Callable[[], object], name: str = "worker") ->
     return thread
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
-
-
 def test_time_begins_at_0_and_moves_straight_to_what_is_waited_for(clock: SimulatedClock) -> None:
     assert clock.now() == 0
     clock.sleep(3600)
@@ -78,9 +75,6 @@ def test_those_of_one_moment_go_on_in_the_order_in_which_they_began_to_wait(cloc
             started(clock, lambda number=number: wait(number))  # type: ignore[misc]
         clock.sleep(2)
         assert order == list(range(6))
-
-
-# --- waiting for each other ------------------------------------------------------------------------------------------
 
 
 def test_a_queue_is_in_order(either: Clock) -> None:
@@ -268,9 +262,6 @@ def test_an_interrupt_leaves_the_clock_as_it_should_be(clock: SimulatedClock, ou
     work.put(None)
     thread.join()
     assert not thread.is_alive()
-
-
-# --- what cannot end -------------------------------------------------------------------------------------------------
 
 
 def test_a_deadlock_says_who_waits_for_what(clock: SimulatedClock) -> None:

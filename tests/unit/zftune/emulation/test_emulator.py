@@ -46,8 +46,6 @@ def worked(device: EmulatedAccelerator, nbytes: int, inputs: list[Transfer], sub
     return device.host_work(lambda: HostSpan(0.0, device.clock.now()), nbytes, inputs, submitted)
 
 
-# (a) The emulation changes when things happen, never what.
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "zero-offload": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"},
     "pipelined": {"topk_ratio": 0.25, "update_interval": 2, "overlap_step": False, "select_interval": 1},
@@ -70,9 +68,6 @@ def test_the_weights_are_those_of_the_cpu(name: str, with_module: bool, dtype: t
         assert_same_run(train(model, config, steps=9, device=device, with_module=with_module), expected)
 
 
-# Pads. Between two marks lies exactly what the rig says.
-
-
 def pads(device: EmulatedAccelerator, work: Callable[[], Any]) -> float:
     """Milliseconds of pad in `work`."""
     begin = device.mark()
@@ -90,11 +85,11 @@ def passes(model: nn.Module, device: EmulatedAccelerator, count: int = 1) -> Non
 FORWARD, BOTH = PAD["forward_ms"], PAD["forward_ms"] + PAD["backward_ms"]
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_pads_under_gradient_checkpointing(reentrant: bool | None) -> None:
-    model = seeded(Stack, reentrant=reentrant, depth=3)
+@pytest.mark.parametrize("kind", [None, True, False, "no list of layers"])
+def test_pads_with_and_without_gradient_checkpointing_and_layers(kind: Any) -> None:
+    model = seeded(Flat) if isinstance(kind, str) else seeded(Stack, reentrant=kind, depth=3)
     with accelerator(model) as device:
-        for count in (1, 1, 2):
+        for count in (1, 1, 3):
             assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
 
 
@@ -146,21 +141,11 @@ def test_memory_is_counted_at_the_end_of_forward() -> None:
         device.close()
 
 
-def test_pads_of_a_module_without_a_list_of_layers() -> None:
-    model = seeded(Flat)
-    with accelerator(model) as device:
-        for count in (1, 3):
-            assert pads(device, lambda count=count: passes(model, device, count)) == pytest.approx(count * BOTH)  # type: ignore[misc]
-
-
 def test_kernels_of_the_runtime_are_charged() -> None:
     with accelerator(device_gbps=2.0) as device:
         assert pads(device, lambda: device.charge(3_000_000)) == pytest.approx(1.5)
     with accelerator(device_gbps=None) as device:
         assert pads(device, lambda: device.charge(3_000_000)) == 0
-
-
-# (c) Late segments, by the machine's clock.
 
 
 class Hurried(RealClock):
@@ -240,9 +225,6 @@ class Busy(nn.Module):
         return x
 
 
-# Links and host work follow the rig.
-
-
 def test_copies_of_one_direction_are_one_after_the_other() -> None:
     with accelerator(link_d2h_gbps=0.001, link_h2d_gbps=0.002) as device:
         begin = device.mark()
@@ -301,9 +283,6 @@ def test_a_copy_is_not_there_before_its_time() -> None:
         transfer.wait()
         assert device.clock.now() == pytest.approx(begin + 0.2)
         assert target.tolist() == [0.0] * 50
-
-
-# (d) A copy that fails.
 
 
 class BrokenLink(EmulatedAccelerator):

@@ -80,8 +80,10 @@ def test_a_thread_is_optional_and_scaled_with_a_timeline(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", rig_names())
-def test_rigs_that_come_with_the_package_have_a_thread(name: str) -> None:
+def test_rigs_that_come_with_the_package_have_a_source_and_a_thread(name: str) -> None:
+    assert (load_rig(name).name, load_rig(name).source != "") == (name, True)
     rig = load_rig(name).for_elements(1000)
+    assert rig.host_gbps > 0
     assert 0 < rig.thread_weight_us < rig.thread_job_us < rig.thread_bucket_us < 1000
 
 

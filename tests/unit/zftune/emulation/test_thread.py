@@ -28,8 +28,6 @@ COSTS = {"weight_us": 1000.0, "bucket_us": 8000.0, "job_us": 5000.0}
 
 
 class Counted(EmulatedAccelerator):
-    """Counts what the runtime says."""
-
     def __init__(self, rig: Rig) -> None:
         super().__init__(rig)
         self.seen: Counter[str] = Counter()

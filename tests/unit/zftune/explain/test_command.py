@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.support.zftune.explain.runs import HARDWARE, MODEL, ByHand, Clock, begin, finished
+from tests.support.zftune.explain.runs import HARDWARE, MODEL, ByHand, begin, finished
+from tests.support.zftune.fixtures import Clock
 from zftune.cli.main import app
 from zftune.explain import words
 from zftune.store import open_store
@@ -41,7 +42,6 @@ def fails(*arguments: object) -> str:
 
 
 def flat(text: str) -> str:
-    """Without the breaks of lines."""
     return " ".join(text.replace("│", " ").split())
 
 

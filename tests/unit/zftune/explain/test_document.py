@@ -14,7 +14,6 @@ from tests.support.zftune.explain.runs import (
     KEY,
     MODEL,
     ByHand,
-    Clock,
     begin,
     by_hand,
     explained,
@@ -25,6 +24,7 @@ from tests.support.zftune.explain.runs import (
     same,
     searched,
 )
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START, make
 from zftune.cli import top
 from zftune.explain import words
@@ -168,6 +168,7 @@ def test_a_run_without_a_gain(store: Store) -> None:
     assert found["verdict"][1] == (
         f"No other setting was measured, so that nothing is known of them. It began with: {START}."
     )
+    assert not any("Keep" in one for one in found["verdict"])
 
 
 def test_a_run_that_measured_nothing(store: Store) -> None:
@@ -177,6 +178,7 @@ def test_a_run_that_measured_nothing(store: Store) -> None:
     assert found["verdict"][0] == (
         f"Nothing was measured, so that nothing is known of any setting. It began with: {START}."
     )
+    assert not any("Spent" in one for one in found["verdict"])
 
 
 def test_an_interrupted_run(store: Store) -> None:

@@ -7,17 +7,8 @@ from functools import partial
 
 from rich.console import Console
 
-from tests.support.zftune.explain.runs import (
-    ByHand,
-    Clock,
-    begin,
-    explained,
-    follow,
-    go_on,
-    live_document,
-    same,
-    searched,
-)
+from tests.support.zftune.explain.runs import ByHand, begin, explained, follow, go_on, live_document, same, searched
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import TOKENS, make
 from zftune.explain import words
 from zftune.explain.screen import render

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.support.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, Clock, begin, explained, finished
+from tests.support.zftune.explain.runs import HARDWARE, KEY, MODEL, ByHand, begin, explained, finished
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.tuner.surfaces import START
 from zenflow import ZenFlowConfig
 from zftune.explain.document import tune_document
@@ -100,19 +101,6 @@ def test_the_document_is_plain_and_whole(document: dict[str, Any]) -> None:
     best = document["best"]
     assert best in document["trials"]
     assert document["gain"]["share"] > 0.02
-
-
-def test_nothing_is_claimed_of_what_was_not_measured(document: dict[str, Any]) -> None:
-    """Where only the starting point was, and where nothing was at all."""
-    start = {**document["start"], "state": "measured"}
-    one = {**document, "start": start, "best": start, "trials": [start], "gain": None, "decisions": []}
-    assert "No other setting was measured, so that nothing is known of them. It began with: topk_ratio" in said(one)
-    assert "Keep" not in said(one)
-    unseen = {**start, "state": "planned", "step_ms": None}
-    nothing = {**one, "start": unseen, "best": unseen, "trials": [unseen], "measurements": 0, "stopped": None}
-    text = said(nothing)
-    assert "Nothing was measured, so that nothing is known of any setting. It began with: topk_ratio" in text
-    assert "Spent" not in text
 
 
 def test_how_far_weights_move_is_told_with_what_it_allows(timed: Store) -> None:

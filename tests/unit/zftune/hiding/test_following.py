@@ -67,7 +67,6 @@ def training_on(rig: str, model: Path) -> Training[ZenFlowAdamW]:
 
 
 def step_ms(optimizer: ZenFlowAdamW, steps: int) -> float:
-    """Mean of the last steps."""
     return statistics.fmean(one.step_ms or 0.0 for one in optimizer.history(wait=True)[-steps:])
 
 
@@ -106,8 +105,6 @@ def test_the_line_says_what_published_then_wins(rig: str, mini_model: Path, line
 
 
 class Loop:
-    """A small model on an emulated accelerator, or on the CPU as it is."""
-
     def __init__(
         self, config: ZenFlowConfig = EXACT, rates: Mapping[str, float] | None = None, lr: float = 1e-5
     ) -> None:

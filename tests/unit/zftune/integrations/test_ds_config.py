@@ -147,9 +147,6 @@ def test_a_whole_number_may_be_written_as_a_float(count: float) -> None:
     assert repr((config.update_interval, config.select_interval, config.gradient_accumulation_steps)) == "(4, 4, 4)"
 
 
-# Files that are changed
-
-
 TEXT = """{
     "train_batch_size":  1e1,
 

@@ -19,11 +19,7 @@ ZERO: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zen
 
 @pytest.mark.parametrize(
     ("changes", "asks"),
-    [
-        ({}, True),
-        ({"zenflow": {**ZENFLOW, "overlap_step": False}}, False),
-        ({"zenflow": None}, False),
-    ],
+    [({}, True), ({"zenflow": {**ZENFLOW, "overlap_step": False}}, False), ({"zenflow": None}, False)],
 )
 def test_a_guard_is_asked_for_where_a_process_reads_the_script(changes: dict[str, Any], asks: bool) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {**ZERO, **changes}}

@@ -92,11 +92,6 @@ def test_a_machine_by_a_short_name_or_its_gpus(said: str, meant: str) -> None:
     assert Machine.load(said) == Machine.load(meant)
 
 
-def test_a_misspelt_machine_is_told_the_near_ones() -> None:
-    with pytest.raises(BadInputError, match=r"or a TOML file; did you mean h100-sxm"):
-        Machine.load("h100-sxn")
-
-
 @pytest.mark.parametrize("size", ["tiny", "small"])
 def test_own_sizes_are_those_of_the_workload(size: str) -> None:
     module = build_model(size, dtype=torch.bfloat16, seed=0).module
@@ -237,9 +232,10 @@ def test_a_wrong_machine_is_a_sentence(text: str, says: str) -> None:
     assert says in str(found.value)
 
 
-@pytest.mark.parametrize("name", ["abacus", "", "/", "y" * 5000])
-def test_an_unknown_machine_names_those_that_there_are(name: str) -> None:
-    with pytest.raises(BadInputError, match="it must be here, a100-40-pcie"):
+@pytest.mark.parametrize("name", ["abacus", "", "/", "y" * 5000, "h100-sxn"])
+def test_an_unknown_machine_names_those_that_there_are_and_the_near_ones(name: str) -> None:
+    near = ".* or a TOML file; did you mean h100-sxm" if name == "h100-sxn" else ""
+    with pytest.raises(BadInputError, match=f"it must be here, a100-40-pcie{near}"):
         Machine.load(name)
 
 

@@ -52,9 +52,6 @@ def facts(*shapes: tuple[int, ...], layers: int = 1, **more: Any) -> ModelFacts:
     return ModelFacts(**(known | more))
 
 
-# --- host -------------------------------------------------------------------------------------------------------------
-
-
 def test_host_memory_by_hand() -> None:
     # 1024 x 1000 bf16, a tenth selected: 900 columns of 1024. State 12 bytes an element and 4 a column; buckets of
     # 64 columns (128 KiB): 14 whole ones and one of 4 columns, each entry a multiple of 64 bytes.
@@ -155,9 +152,6 @@ def test_pinned_memory_and_what_a_reselection_takes() -> None:
     assert found.host_bytes == sum(found.host_by_use.values())
     assert found.pinned_bytes == found.host_bytes - found.host_by_use["state"]
     assert found.migration_bytes == 2 * 12 * 100 * 1024  # every selected column's state, both ways
-
-
-# --- device -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -67,14 +67,7 @@ def test_the_screen_fits_and_says_what_to_do(document: dict[str, Any], width: in
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    for word in (
-        "proposed",
-        "no offloading",
-        "ZeRO-Offload",
-        "least S",
-        "estimates",
-        document["verdict"][0][:40],
-    ):
+    for word in ("proposed", "no offloading", "ZeRO-Offload", "least S", "estimates", document["verdict"][0][:40]):
         assert word in text, word
     *_, row = (line for line in text.splitlines() if line.startswith("ZeRO-Offload"))  # the table stands last
     assert "serial" in row

@@ -224,9 +224,6 @@ def test_over_gloo_nothing_is_hidden_and_gradients_are_sent_twice() -> None:
     assert floor(four, on_device, config).step_ms == pytest.approx(30 + 16)
 
 
-# --- measured ---------------------------------------------------------------------------------------------------------
-
-
 def rig_rates(name: str) -> Rates:
     spec = RigSpec.load(ROOT / "zftune" / "rigs" / f"{name}.toml")
     model = ModelFacts.from_name("tiny")

@@ -97,9 +97,6 @@ def test_the_plan_names_the_thread_where_it_binds() -> None:
     assert f"{ms(slow.loads_ms['thread'])} a step" in of_thread(slow)[0]
 
 
-# --- one NVIDIA H200 -------------------------------------------------------------------------------------------------
-
-
 @cache
 def record() -> dict[str, Any]:
     """What studies/gpu measured on it: zenflow when its calls were made for each weight by itself."""

@@ -25,7 +25,9 @@ STATS: Row = {
     "host_elements": 1000, "staleness_mean_steps": 2.0, "staleness_max_steps": 3, "coverage": 0.4, "churn": None,
     "change_norm": None, "weight_norm": None,
 }  # fmt: skip
-TOTALS = {"state": 10, "log": 20, "staging": 30, "peak": 70}
+LAST: Row = {
+    **STATS, "host_memory": {"state": 10, "log": 20, "staging": 30, "peak": 70}, "host_engine": ["native", 2]
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,12 @@ def rank(
 ) -> Rank:
     given = {"rank": number, "world_size": 1, "script": "train.py", "device": "cpu", **(header or {})}
     return Rank(given, model=model or {}, steps=steps or [step(5 + i) for i in range(6)])
+
+
+def ours(last: Row | None = None, *, model: Row | None = None, **knobs: Any) -> Rank:
+    """A rank that zenflow trained in two steps."""
+    given = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(**knobs)), **(model or {})}
+    return rank(model=given, steps=[step(5, runtime=STATS), step(6, runtime={**LAST, **(last or {})})])
 
 
 def build(*ranks: Rank, sampling: Sampling) -> Row:
@@ -120,10 +128,10 @@ def test_tokens_and_the_model(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("has_knobs", [False, True])
 def test_the_learning_rate_stands_with_the_settings(sampling: Sampling, has_knobs: bool) -> None:
-    knobs = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig())} if has_knobs else {}
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    steps = [step(5, runtime=STATS), step(6, runtime=last)]
-    document = build(rank(model={**knobs, "learning_rates": [1e-5, 0.002]}, steps=steps), sampling=sampling)
+    one = ours(model={"learning_rates": [1e-5, 0.002]})
+    if not has_knobs:
+        del one.model["knobs"], one.model["model_bytes"]
+    document = build(one, sampling=sampling)
     assert document["command"]["learning_rates"] == [1e-5, 0.002]
     (settings,) = [one.value for one in _lines(document) if one.name == "settings"]
     assert settings.endswith("learning rate 1e-05, 0.002 in the first measured step")
@@ -131,10 +139,7 @@ def test_the_learning_rate_stands_with_the_settings(sampling: Sampling, has_knob
 
 
 def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    steps = [step(5, runtime=STATS), step(6, runtime=last)]
-    document = build(rank(model=model, steps=steps), sampling=sampling)
+    document = build(ours(update_interval=1), sampling=sampling)
     assert document["knobs"]["update_interval"] == 1
     assert document["link"]["bytes_over_model_bytes"] == pytest.approx(0.16)
     assert document["host"] | {"ceiling_gbps": 0} == {
@@ -148,9 +153,7 @@ def test_our_own_runtime_tells_the_rest(sampling: Sampling) -> None:
 
 
 def test_the_movement_of_the_weights_tells_what_late_updates_may_cost(sampling: Sampling) -> None:
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(topk_ratio=0.25))}
-    last = {**STATS, "change_norm": 0.5, "weight_norm": 500.0, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    document = build(rank(model=model, steps=[step(5, runtime=STATS), step(6, runtime=last)]), sampling=sampling)
+    document = build(ours({"change_norm": 0.5, "weight_norm": 500.0}, topk_ratio=0.25), sampling=sampling)
     assert document["movement"] == {
         "percent": pytest.approx(0.1),
         "late_percent": pytest.approx(0.1 * 0.75 * 2),
@@ -161,10 +164,9 @@ def test_the_movement_of_the_weights_tells_what_late_updates_may_cost(sampling: 
 
 def test_a_probe_below_what_the_host_did_is_no_ceiling(sampling: Sampling) -> None:
     """A pass of a byte in hardly any time: no probe of memory reaches that."""
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
-    row = {**STATS, "host_ms": 1e-6, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    steps = [step(5, runtime=row, stall_ms={"host": 1.0}, hidden_ms=0.0)]
-    document = build(rank(model=model, steps=steps, header={"has_stream": True}), sampling=sampling)
+    steps = [step(5, runtime={**LAST, "host_ms": 1e-6}, stall_ms={"host": 1.0}, hidden_ms=0.0)]
+    one = rank(model=ours(update_interval=1).model, steps=steps, header={"has_stream": True})
+    document = build(one, sampling=sampling)
     assert document["host"]["gbps"] > 1e6
     assert document["host"]["ceiling_gbps"] is None
     assert "the processor's caches" in document["missing"]["host.ceiling_gbps"]
@@ -175,9 +177,7 @@ def test_a_probe_below_what_the_host_did_is_no_ceiling(sampling: Sampling) -> No
 
 def test_a_script_on_an_emulated_accelerator_says_so(sampling: Sampling) -> None:
     rig = json.loads(EXAMPLE.read_text())["rig"]
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2], "rig": rig}
-    document = build(rank(model=model, steps=[step(5, runtime=STATS), step(6, runtime=last)]), sampling=sampling)
+    document = build(ours({"rig": rig}, update_interval=1), sampling=sampling)
     assert document["rig"] == rig
     assert document["device"] == "cpu (emulated accelerator)"
     assert document["host"]["ceiling_gbps"] == rig["host_gbps"]
@@ -187,20 +187,18 @@ def test_a_script_on_an_emulated_accelerator_says_so(sampling: Sampling) -> None
 
 
 def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling) -> None:
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
     lanes = {"compute": [], "d2h": [[1.0, 3.0, "2 bytes"]], "host": [], "h2d": [], "stall": [[4.0, 6.0, "host"]]}
     recorded = {"first_step": 6, "steps": 1, "length_ms": 10.0, "lanes": lanes}
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2], "timeline": recorded}
-    steps = [step(5, runtime=STATS), step(6, runtime=last)]
-    for row in steps:
+    one = ours({"timeline": recorded}, update_interval=1)
+    for row in one.steps:
         row["spans"] = [["data", 0.0, 1.0], ["forward", 1.0, 5.0], ["backward", 5.0, 10.0]]
-    timeline = build(rank(model=model, steps=steps), sampling=sampling)["timeline"]
+    timeline = build(one, sampling=sampling)["timeline"]
     assert (timeline["first_step"], timeline["steps"], timeline["length_ms"]) == (7, 1, 10.0)
     assert timeline["lanes"]["d2h"] == [[1.0, 3.0, "2 bytes"]]
     assert timeline["lanes"]["data"] == [[0.0, 1.0, "data"]]
     assert timeline["lanes"]["compute"] == [[1.0, 4.0, "forward"], [6.0, 10.0, "backward"]]  # without the stall
     recorded["first_step"] = 7  # not among the measured steps
-    assert build(rank(model=model, steps=steps), sampling=sampling)["timeline"]["first_step"] == 6
+    assert build(one, sampling=sampling)["timeline"]["first_step"] == 6
 
 
 @pytest.mark.parametrize(
@@ -209,25 +207,21 @@ def test_the_timeline_is_the_window_that_the_runtime_recorded(sampling: Sampling
     ids=str,
 )
 def test_a_runtime_that_tells_nonsense_is_not_believed(change: Row) -> None:
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig())}
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    assert runtime_of(rank(model=model, steps=[step(5, runtime=last)]), {}) is not None
-    assert runtime_of(rank(model=model, steps=[step(5, runtime={**last, **change})]), {}) is None
+    assert runtime_of(ours(), {}) is not None
+    assert runtime_of(ours(change), {}) is None
 
 
 def test_knobs_of_another_version_are_not_believed() -> None:
-    last = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
     for knobs in ({"nonesuch": 1}, {"topk_ratio": 7}, {"topk_ratio": "x"}):
         missing: dict[str, str] = {}
-        found = runtime_of(rank(model={"model_bytes": 1, "knobs": knobs}, steps=[step(5, runtime=last)]), missing)
+        found = runtime_of(rank(model={"model_bytes": 1, "knobs": knobs}, steps=[step(5, runtime=LAST)]), missing)
         assert found is None
         assert "zenflow's optimizer trained" in missing["link"]
 
 
 def test_steps_of_which_the_runtime_tells_nothing_leave_those_of_the_others(sampling: Sampling) -> None:
-    model = {"model_bytes": 1000, "knobs": dataclasses.asdict(ZenFlowConfig(update_interval=1))}
-    first = {**STATS, "host_memory": TOTALS, "host_engine": ["native", 2]}
-    document = build(rank(model=model, steps=[step(5, runtime=first), step(6)]), sampling=sampling)
+    model = ours(update_interval=1).model
+    document = build(rank(model=model, steps=[step(5, runtime=LAST), step(6)]), sampling=sampling)
     assert document["link"]["bytes_over_model_bytes"] == pytest.approx(0.16)
     assert document["memory"]["host_peak_bytes"] == 70
     assert "link" not in document["missing"]
@@ -311,8 +305,6 @@ def test_tokens_of_the_ranks_are_added_up(sampling: Sampling) -> None:
 
 
 class Asked(Sampling):
-    """Keeps which GPUs it was asked about."""
-
     uuids: Any = "nothing"
 
     def fields(self, *given: Any, uuids: Any = None) -> Row:

@@ -20,8 +20,6 @@ MS = 1_000_000
 
 @dataclass(frozen=True)
 class Event:
-    """One of Kineto's."""
-
     kind: DeviceType
     what: str
     begin: int

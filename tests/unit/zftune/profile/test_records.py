@@ -60,6 +60,7 @@ def test_a_torn_last_line_is_no_fault(tmp_path: Path) -> None:
         {"phases_ms": {"sleep": 1}}, {"phases_ms": None}, {"waits_ms": {"data": -1}}, {"stall_ms": {"luck": 1}},
         {"measured": "yes"}, {"spans": [["forward", 1]]}, {"spans": [[1, 2, 3]]}, {"hidden_ms": "x"}, {"kind": "stop"},
         {"tokens": -1}, {"tokens": 1.5}, {"tokens": "many"}, {"loss": "low"}, {"loss_source": "a guess"},
+        {"step_ms": float("nan")},
     ],
     ids=str,
 )  # fmt: skip
@@ -91,11 +92,6 @@ def test_lines_of_the_thread_are_read_if_they_are_whole(tmp_path: Path, change: 
 
 def test_another_training_has_lines_of_its_own(tmp_path: Path) -> None:
     assert read(tmp_path, HEADER, LINES, {"kind": "restart"}, STEP).lines is None
-
-
-def test_not_a_number_is_left_out(tmp_path: Path) -> None:
-    rank = read(tmp_path, HEADER, json.dumps({**STEP, "step_ms": float("nan")}) + "\n")
-    assert (len(rank.steps), rank.unreadable) == (0, 1)
 
 
 def test_a_model_keeps_what_is_of_its_type(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ Document = dict[str, Any]
 
 
 def stalled(document: Document, cause: str, *, waits_ms: float = 300.0, compute_ms: float = 200.0) -> Document:
-    """The document of a run that waits for one cause."""
     mean = compute_ms + waits_ms
     document["step_ms"] = {"mean": mean, "p50": mean, "p95": mean}
     document["stall"] = {"fraction": waits_ms / mean, "ms_per_step": waits_ms, "by_cause": {cause: waits_ms}}

@@ -50,9 +50,6 @@ def write(folder: Path, name: str, document: Any) -> str:
     return str(path)
 
 
-# --- differences ------------------------------------------------------------------------------------------------------
-
-
 def test_a_profile_does_not_differ_from_itself() -> None:
     for document in (rig_profile(), cpu_profile(), gpu_profile()):
         found = compare(document, copy.deepcopy(document))
@@ -100,12 +97,6 @@ def test_a_search_agrees(longer_ms: float) -> None:
         assert row.relative == pytest.approx(-found.share)
         assert row.standard_error / row.a == pytest.approx(found.error)
         assert (row.finding == "beyond noise") == found.beyond_noise
-
-
-def test_steps_that_differ_by_less_than_they_vary() -> None:
-    comparison = compare(jittered(1, spread_ms=20.0), jittered(2, spread_ms=20.0, longer_ms=2.0))
-    assert by_name(comparison)["step_ms.mean"].finding == "within noise"
-    assert comparison.verdict[0].startswith("The typical step does not differ beyond noise")
 
 
 def test_noise_is_called_beyond_it_one_time_in_twenty() -> None:
@@ -191,7 +182,8 @@ def test_the_json_says_the_same() -> None:
         assert row == expected | {"finding": one.finding, "change": one.change, "relative": one.relative}
 
 
-# --- files and the command line ---------------------------------------------------------------------------------------
+NOT_A_NUMBER = cpu_profile()
+NOT_A_NUMBER["step_ms"]["mean"] = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +198,7 @@ def test_the_json_says_the_same() -> None:
         (b'{"schema": "other/1"}', "has the schema 'other/1'"),
         (b'{"schema": ["zftune.profile/1"]}', "has the schema"),
         (b'{"schema": "zftune.profile/1"}', "is not a valid profile"),
+        (json.dumps(NOT_A_NUMBER).encode(), "is not a valid profile"),
     ],
 )
 def test_what_is_no_profile_is_refused(content: bytes, fault: str, tmp_path: Path) -> None:
@@ -217,13 +210,6 @@ def test_what_is_no_profile_is_refused(content: bytes, fault: str, tmp_path: Pat
     assert message.startswith(f"'{path}': {fault}")
     assert "give a file that `zftune profile --json` wrote" in message
     assert "\n" not in message
-
-
-def test_a_profile_with_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
-    document = cpu_profile()
-    document["step_ms"]["mean"] = float("nan")
-    with pytest.raises(BadInputError, match="is not a valid profile"):
-        read_profile(write(tmp_path, "nan.json", document))
 
 
 @pytest.mark.parametrize("path", ["/nowhere/file.json", ".", "a\0b"])
@@ -260,9 +246,6 @@ def test_text_of_a_profile_is_no_markup(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli(), [write(tmp_path, "a.json", a), write(tmp_path, "b.json", b)])
     assert done.exit_code == 0
     assert "[red]x[/red]" in done.stdout
-
-
-# --- the loss beside the speed ----------------------------------------------------------------------------------------
 
 
 def with_loss(document: dict[str, Any], seed: int, *, worse: float = 0.0, first: int = 1) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.tiers import fast
-from tests.support.zftune.explain.runs import Clock, begin, by_hand, finished, go_on, record, searched
+from tests.support.zftune.explain.runs import begin, by_hand, finished, go_on, record, searched
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.report.pages import EVIL, Page
 from tests.support.zftune.tuner.surfaces import START, make
 from zftune.explain.document import explain_document, tune_document

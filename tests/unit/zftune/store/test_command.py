@@ -47,7 +47,6 @@ def call(*arguments: object, code: int = 0, **more: Any) -> Result:
 
 
 def fails(*arguments: object, code: int = 2, **more: Any) -> str:
-    """The sentence."""
     result = call(*arguments, code=code, **more)
     sentence = result.stderr.splitlines()[-1]
     assert sentence.startswith("zftune: ")
@@ -60,7 +59,6 @@ def saved(*presets: Preset) -> list[str]:
 
 
 def local(**more: Any) -> Preset:
-    """A preset that was measured on this machine."""
     return replace(other(hw_id=HERE), **more)
 
 
@@ -74,9 +72,6 @@ def ds_config(folder: Path, **more: Any) -> Path:
     path = folder / "ds_config.json"
     path.write_text(json.dumps({**DS_CONFIG, **more}))
     return path
-
-
-# --- looking ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_store() -> None:
@@ -124,9 +119,6 @@ def test_diff(tmp_path: Path) -> None:
     assert "They do not differ." in call("diff", name, name).output
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def test_export_replaces_no_file_unasked(tmp_path: Path) -> None:
     saved(replace(PRESET, name="mine"))
     file = tmp_path / "notes.txt"
@@ -148,12 +140,8 @@ def test_export_and_import(tmp_path: Path, path: Path) -> None:
     assert "Kept as mine, provisional." in call("import", file).output
     with open_store() as store:
         assert store.presets()[0].imported
-    assert "knobs.topk_ratio" in fails("import", _spoilt(file))
-
-
-def _spoilt(file: Path) -> Path:
     file.write_text(file.read_text().replace('"topk_ratio": 0.1', '"topk_ratio": 9'))
-    return file
+    assert "knobs.topk_ratio" in fails("import", file)
 
 
 def searched(store: Store) -> None:
@@ -207,9 +195,6 @@ def test_studies_for_the_dashboard(tmp_path: Path) -> None:
     assert found["rejected"].constraints == {"planner": 2.0}
     assert found["rejected"].value == 9.0
     assert found["measured"].params == {"topk_ratio": 0.2, "update_interval": 4, "host_threads": None}
-
-
-# --- applying ---------------------------------------------------------------------------------------------------------
 
 
 def test_apply_writes_a_ds_config(tmp_path: Path) -> None:
@@ -287,9 +272,6 @@ def test_paths_are_checked_first(tmp_path: Path) -> None:
     assert "cannot be read" in fails("apply", tmp_path / "none.json", "-o", tmp_path / "x", "--preset", "mine")
     assert "--json is '-'" in fails("apply", config, "-o", "-", "--preset", "mine", "--json", "-")
     assert "--json" in fails("list", "--json", "/no/such/folder/x")
-
-
-# --- removing ---------------------------------------------------------------------------------------------------------
 
 
 def test_rm_and_restore(path: Path, tmp_path: Path) -> None:

@@ -21,24 +21,19 @@ from zftune.store.store import Store
 GOOD = document_of(replace(PRESET, name="theirs"))
 
 
+ABSENT = object()
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The good document with another value at a dotted path."""
+    """The good document with another value at a dotted path, or none there."""
     document: Any = copy.deepcopy(GOOD)
     *folders, last = path.split(".")
     inner = document
     for folder in folders:
         inner = inner[folder]
     inner[last] = value
-    return dict(document)
-
-
-def without(path: str) -> dict[str, Any]:
-    document: Any = copy.deepcopy(GOOD)
-    *folders, last = path.split(".")
-    inner = document
-    for folder in folders:
-        inner = inner[folder]
-    del inner[last]
+    if value is ABSENT:
+        del inner[last]
     return dict(document)
 
 
@@ -113,8 +108,8 @@ HOSTILE: dict[str, Any] = {
     "an extra field": {**GOOD, "user": "somebody"},
     "an extra knob": changed("knobs.max_grad_norm", 1.0),
     "a knob of Python's": changed("knobs.__class__", "x"),
-    "a missing field": without("evidence"),
-    "a missing knob": without("knobs.topk_ratio"),
+    "a missing field": changed("evidence", ABSENT),
+    "a missing knob": changed("knobs.topk_ratio", ABSENT),
     "knobs as a list": changed("knobs", [["topk_ratio", 0.1]]),
     "null for what must be": changed("key.hw_id", None),
     "an array for text": changed("name", ["theirs"]),

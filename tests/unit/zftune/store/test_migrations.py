@@ -44,7 +44,6 @@ def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
 
 
 def _parts(statement: str) -> list[str]:
-    """Columns and constraints."""
     body = statement[statement.index("(") + 1 : statement.rindex(")")]
     return [" ".join(part.split()) for part in re.split(r",(?![^()]*\))", body)]
 
@@ -68,9 +67,6 @@ def test_the_tables_are_made_by_one_at_a_time(path: Path) -> None:
     for store in opened:
         store.close()
     assert opening.file_state(path).revision == opening.HEAD
-
-
-# --- backups ----------------------------------------------------------------------------------------------------------
 
 
 def test_three_backups_are_kept(path: Path) -> None:

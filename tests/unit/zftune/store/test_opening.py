@@ -47,9 +47,6 @@ def write_database(path: Path, *statements: str) -> None:
     connection.close()
 
 
-# --- where ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "data_home", "expected"),
     [
@@ -116,9 +113,6 @@ def test_a_database_in_memory_if_asked_for(url: str) -> None:
     with open_store(url) as store:
         assert "asks for a database in memory" in one_notice(store)
         works_in_memory(store)
-
-
-# --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,9 +200,6 @@ def test_a_server_that_cannot_be_had(url: str) -> None:
         works_in_memory(store)
 
 
-# --- network file systems ---------------------------------------------------------------------------------------------
-
-
 def mounts(root: Path, kinds: Mapping[str, str]) -> Path:
     """A root whose mount table says what is asked for."""
     lines = [f"1 0 0:1 / {point} rw - {kind} source rw\n" for point, kind in {"/": "ext4", **kinds}.items()]
@@ -247,9 +238,6 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pyte
     with open_store(str(path), root=mounts(tmp_path / "root", {str(path.parent): "nfs"})) as store:
         assert "kept in memory" in one_notice(store)
         works_in_memory(store)
-
-
-# --- doctor -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store.examples import EVIDENCE, HARDWARE, KEY, KNOBS, PRESET, other
-from tests.support.zftune.store.fixtures import Clock
 from zftune.cli.presets import facts
 from zftune.errors import StoreError
 from zftune.store import open_store
@@ -71,9 +71,6 @@ def test_what_could_not_be_exported_is_not_kept(store: Store, change: dict[str, 
     with pytest.raises(StoreError):
         store.save_preset(replace(PRESET, **change))
     assert store.presets() == []
-
-
-# --- look-up ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_key_is_found_and_trusted(store: Store) -> None:
@@ -175,9 +172,6 @@ def test_threads_follow_the_cores(
     assert match.provisional is False
     if expected != threads:
         assert "host_threads" in match.reason
-
-
-# --- what becomes of them ---------------------------------------------------------------------------------------------
 
 
 def test_two_lost_comparisons_withdraw(store: Store) -> None:

@@ -54,32 +54,20 @@ def test_every_gpu_is_listed(here: Write) -> None:
     assert [gpu["name"] for gpu in found] == ["NVIDIA H200", "NVIDIA A100"]
 
 
-def test_no_nvlink_and_no_mig_are_answers(here: Write) -> None:
-    here([f"gpu Tesla_T4 {GPU}", "capability 7 5"])
+@pytest.mark.parametrize(
+    ("lines", "nvlink", "mig_profile"),
+    [
+        ((f"gpu Tesla_T4 {GPU}", "capability 7 5"), False, "off"),
+        (AMPERE, False, "off"),  # its links are down
+        (DIVIDED, True, "1g.18gb,3g.71gb"),
+        ((*HOPPER, "mig_mode 1"), True, "on, without instances"),
+    ],
+)
+def test_links_and_profiles(here: Write, lines: list[str], nvlink: bool, mig_profile: str) -> None:
+    here(lines)
     found, missing = ask()
     assert found is not None
-    assert (found[0]["nvlink"], found[0]["mig_profile"], missing) == (False, "off", {})
-
-
-def test_nvlinks_that_are_down_are_none(here: Write) -> None:
-    here(AMPERE)
-    found, _ = ask()
-    assert found is not None
-    assert found[0]["nvlink"] is False
-
-
-def test_mig_profiles(here: Write) -> None:
-    here(DIVIDED)
-    found, _ = ask()
-    assert found is not None
-    assert found[0]["mig_profile"] == "1g.18gb,3g.71gb"
-
-
-def test_mig_without_instances(here: Write) -> None:
-    here([*HOPPER, "mig_mode 1"])
-    found, _ = ask()
-    assert found is not None
-    assert found[0]["mig_profile"] == "on, without instances"
+    assert (found[0]["nvlink"], found[0]["mig_profile"], missing) == (nvlink, mig_profile, {})
 
 
 def test_a_call_that_fails_is_null_with_its_reason(here: Write) -> None:

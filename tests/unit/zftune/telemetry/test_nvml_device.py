@@ -107,10 +107,7 @@ def test_every_figure_of_a_hopper(sampled: Sampled) -> None:
 
 
 def test_a_window_sees_its_own_part_of_the_run(sampled: Sampled) -> None:
-    ramp = [
-        row(0, rx_gbps=0, power_w=100, sm=0, clock_mhz=1000),
-        row(4, rx_gbps=8, power_w=500, sm=80, clock_mhz=1000),
-    ]
+    ramp = [row(0, rx_gbps=0, power_w=100, sm=0, clock_mhz=1000), row(4, rx_gbps=8, power_w=500, sm=80, clock_mhz=1000)]
     figures, _, _ = sampled(HOPPER, timeline=ramp, window=(2.0, 4.0))
     assert figures["pcie_rx_gbps"] == pytest.approx(6, rel=1e-2)
     assert figures["sm_utilisation_percent"] == pytest.approx(60, rel=1e-2)
@@ -132,8 +129,9 @@ def test_no_gpm_before_hopper(sampled: Sampled, machine: Machine) -> None:
 
 @pytest.mark.parametrize("call", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet", "nvmlGpmSampleAlloc"])
 def test_gpm_that_fails_when_it_is_tried_is_given_up(sampled: Sampled, machine: Machine, call: str) -> None:
-    figures, missing, _ = sampled(HOPPER, errors=[(call, NO_PERMISSION, 0, -1)])
+    figures, missing, _ = sampled(HOPPER, errors=[(call, NO_PERMISSION, 0, -1)], timeline=[row(0, rx_gbps=2)])
     assert figures["sm_utilisation_percent"] is None
+    assert figures["pcie_rx_gbps"] == pytest.approx(2, rel=1e-3)
     assert missing["sm_utilisation_percent"] == "NVML: Insufficient Permissions"
     assert [name for _, _, name, _ in machine.calls()].count(call) == 1
     assert figures["utilisation_percent"] is not None

@@ -27,8 +27,7 @@ def reason(devices: list[str] | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("value", "entries"),
-    [(None, None), ("", []), ("1", ["1"]), (" 0, GPU-11 ,", ["0", "GPU-11"]), ("-1", ["-1"])],
+    ("value", "entries"), [(None, None), ("", []), ("1", ["1"]), (" 0, GPU-11 ,", ["0", "GPU-11"]), ("-1", ["-1"])]
 )
 def test_the_variable(value: str | None, entries: list[str] | None) -> None:
     environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zftune
-from tests.support.zftune.tuner.loop import BEGIN, Attach, Loop, attach, store
+from tests.support.zftune.tuner.loop import BEGIN, Attach, Loop, attach
 from zenflow import ZenFlowConfig
 from zenflow.errors import HostEngineError
 from zftune.attaching import default_quality
@@ -29,7 +29,7 @@ from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 
-__all__ = ["attach", "store"]
+__all__ = ["attach"]
 
 
 def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.zftune.tuner.loop import Attach, Loop, attach, store
+from tests.support.zftune.tuner.loop import Attach, Loop, attach
 from zenflow import ZenFlowConfig
 from zenflow.errors import HostMemoryError
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import closed_tuner
 
-__all__ = ["attach", "store"]
+__all__ = ["attach"]
 
 AUTO = ZenFlowConfig(topk_ratio=0.1, update_interval="auto", host_threads=1)
 

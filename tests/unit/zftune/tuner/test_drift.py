@@ -27,9 +27,6 @@ def stats(step_ms: float, *, stall: dict[str, float] | None = None, **more: Any)
     return StepStats(**{**known, "step_ms": step_ms, "stall_ms": stall or {}, **more})
 
 
-# --- what steps show -------------------------------------------------------------------------------------------------
-
-
 def test_a_pace_tells_each_resource() -> None:
     sent, host = random.randrange(10**6, 10**7), random.randrange(10**6, 10**7)
     steps = [stats(50.0, stall={"d2h": 12.0, "host": 3.0}, d2h_bytes=sent, host_bytes=host, host_ms=4.0)] * 5
@@ -84,9 +81,6 @@ def test_an_incumbent_differs_beyond_its_noise_only() -> None:
     assert not differs([sample(100)], sample(106), seed=0)
     assert not differs([sample(100, 0.4)], sample(115, 0.4), seed=0)
     assert not differs([], sample(100), seed=0)
-
-
-# --- a search --------------------------------------------------------------------------------------------------------
 
 
 def test_a_hold_ends_as_soon_as_steps_take_another_time() -> None:
@@ -194,9 +188,6 @@ def test_what_was_called_off_says_nothing_of_tokens() -> None:
     assert "reopen" not in world.kinds
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_offload_ratio_is_raised_at_once_where_memory_is_short() -> None:
     world = World(limit_bytes=800)
     world.run(1)
@@ -298,9 +289,6 @@ def test_a_rollback_returns_to_what_ran_and_never_to_what_took_too_much_memory()
     assert book.incumbent is room
     assert (book.judge(adopted.setting).reason, book.adoptions) == ("somebody has rolled it back", [])
     assert book.gain_share == 0
-
-
-# --- movement --------------------------------------------------------------------------------------------------------
 
 
 def test_updates_come_earlier_at_once_where_the_weights_move_too_far() -> None:

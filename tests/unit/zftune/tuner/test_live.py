@@ -25,11 +25,7 @@ from zftune.tuner.worker import Answer, DeskMaker, ThreadWorker
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"worker": SyncWorker},
-        {"worker": ThreadWorker},
-        {"worker": ThreadWorker, "sampler": "gp", "micro_batches": 2},
-    ],
+    [{"worker": SyncWorker}, {"worker": ThreadWorker}, {"worker": ThreadWorker, "sampler": "gp", "micro_batches": 2}],
     ids=["inline", "thread", "process"],
 )
 def test_knobs_follow_the_search_windows_are_whole_and_no_gradient_is_lost(make: Make, how: dict[str, Any]) -> None:

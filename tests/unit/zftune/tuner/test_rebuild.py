@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,11 @@ FACTS = RunFacts(model=Model(model_id=KEY.model_id, dtype="bfloat16"), micro_bat
 HERE = MachineInfo(hardware=Hardware(hw_id=KEY.hw_id), usable_cores=None, versions={})
 
 
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
 def begin(store: Store) -> Run:
     return store.begin_run(KEY, Model(model_id=KEY.model_id), Hardware(hw_id=KEY.hw_id), knobs=START.knobs())
 
 
 def go(search: Search, driver: Driver, recorder: StoreRecorder, most: int) -> None:
-    """Run it, writing everything down."""
     for _ in range(most):
         request = search.next()
         if request is None:
@@ -387,7 +380,6 @@ class Restless:
         return Outcome("measured", tuple(steps), tuple(discarded), **more)
 
     def go(self) -> bool:
-        """Measure once; whether there is more to do."""
         self.change()
         request = self.search.next()
         if request is None:

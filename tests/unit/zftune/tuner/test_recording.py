@@ -158,9 +158,6 @@ def test_what_holds_once_a_search_began_again_is_kept_as_a_preset(store: Store) 
     assert [one.knobs for one in store.presets()] == [tuner.search.book.incumbent.setting.knobs()]
 
 
-# --- a server that is away: no training waits -------------------------------------------------------------------------
-
-
 def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     opens, opened = threading.Event(), threading.Event()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.support.tiers import fast
 from tests.support.zftune.tuner.surfaces import START, Driver, Surface
 from zftune.errors import StoreError
 from zftune.explain.replay import replayed
-from zftune.store import open_store
 from zftune.store.account import Counter
 from zftune.store.store import Store
 from zftune.store.types import (
@@ -67,7 +65,6 @@ class World:
     def go(
         self, begun: Prepared, most: int = 1000, *, noise: float = NOISE, movement_percent: float | None = None
     ) -> Driver:
-        """Measure, and write it down."""
         search, recorder = begun.search, begun.recorder
         assert recorder is not None
         driver = Driver(self.surface, noise, np.random.default_rng(self.seed + 7))
@@ -94,18 +91,11 @@ class World:
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
-@pytest.fixture
 def world(store: Store) -> World:
     return World(store)
 
 
 def kept(world: World, setting: Setting, **more: Any) -> Preset:
-    """A preset of this world's key, saved."""
     recording = Recording(world.store, FACTS, "published")
     evidence = Evidence(
         step_ms=90.0, baseline="start", baseline_step_ms=120.0, measurements=9, steps=200, measured_unix_s=time.time()
@@ -140,9 +130,6 @@ def test_a_training_of_other_weights_is_told_why_its_run_is_new(world: World) ->
     loose = Recording(world.store, trains("a" * 16, 1200), "loose").why_new()
     assert loose == f"Begins a new run, since run {run.run_id[:8]} had quality published."
     assert world.begin(trains("b" * 16, 300)).sentence.startswith(told)
-
-
-# --- presets ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_later_run_begins_from_what_an_earlier_one_found(world: World, store: Store) -> None:
@@ -237,11 +224,7 @@ def test_far_ratios_are_left_to_the_planner(world: World) -> None:
 @pytest.mark.parametrize(
     ("change", "wanted", "reason"),
     [
-        (
-            {"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16},
-            {},
-            "its weighted staleness would be ",
-        ),
+        ({"topk_ratio": 0.0, "update_interval": 16, "apply_lag": 16}, {}, "its weighted staleness would be "),
         ({"offload_ratio": 0.8}, {"least_ratio": 1.0}, "its offload_ratio 0.8 takes GPU memory: --tune-memory"),
         ({"topk_ratio": 0.2}, {"fixed": True}, "no loss is known"),
     ],
@@ -290,9 +273,6 @@ def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, 
     world.recording.withdraw_preset(synchronous, Withdrawal("guard"))
     states = {one.name: one.state for one in store.presets()}
     assert states == {older.name: PresetState.WITHDRAWN, other.name: PresetState.ACTIVE}
-
-
-# --- going on ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("each", fast([3], all_of=[2, 3, 5]))

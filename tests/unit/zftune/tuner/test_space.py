@@ -74,9 +74,6 @@ def test_indices_and_settings_are_inverse() -> None:
         assert space.setting(space.indices(setting)) == setting
 
 
-# Where it is known how far the weights move.
-
-
 @pytest.mark.parametrize(("quality", "most_percent"), [("published", 0.3), ("loose", 1.2)])
 def test_what_is_allowed_follows_from_the_loss_that_it_may_cost(quality: Quality, most_percent: float) -> None:
     movement = 0.06
@@ -139,8 +136,6 @@ def test_movement_changes_nothing_where_nothing_may_be_late_or_nothing_is_free()
         ]
         assert spaces[0] == spaces[1] == spaces[0].moving(0.5)
 
-
-# Knobs without an effect.
 
 SYNCHRONOUS = replace(START, overlap_step=False)
 

@@ -19,8 +19,6 @@ KNOWN = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
 
 
 class Scripted(Changes):
-    """Ranks that take their time."""
-
     def __init__(self, *verdicts: Verdict | None) -> None:
         self.asked: list[Mapping[str, Any]] = []
         self._verdicts = list(verdicts)

@@ -1,7 +1,4 @@
-"""A stage for faults; its processes are forked from one that has imported everything.
-
-`ZFTUNE_FAULTS=50` lets each of them happen so often, at other moments each time.
-"""
+"""A stage for faults, forked from what has imported everything. `ZFTUNE_FAULTS=50`: each happens so often."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import fork_server
 from tests.support.zftune.daemon.faults.stage import FAULTS, SEED, Stage
 
 
@@ -26,11 +22,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def chance(request: pytest.FixtureRequest, number: int) -> random.Random:
     """Other moments for each test and time, the same whenever it is run again."""
     return random.Random(f"{SEED} {request.node.originalname} {number}")
-
-
-@pytest.fixture(scope="session")
-def context() -> ForkServerContext:
-    return fork_server.context()
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""What is forked for a fault: a daemon, and a training on the CPU that writes down what its tuner did to it.
-
-Both are processes of their own, in sessions of their own, so that what they leave behind can be told.
-"""
+"""What is forked for a fault, in sessions of their own: a daemon, and a training that logs what its tuner did."""
 
 from __future__ import annotations
 
@@ -41,15 +38,7 @@ SLOW_S, FAST_S = 0.003, 0.0015
 
 
 def serve(folder: str, environment: Mapping[str, str], lease_s: float, busy_s: float, most_bytes: int) -> None:
-    """Be the daemon.
-
-    Args:
-        folder: its log is in there.
-        environment: of it.
-        lease_s: without a report for so long a run counts as ended.
-        busy_s: for which it waits for a database that somebody else has locked.
-        most_bytes: of a file that it writes; 0: any.
-    """
+    """Be the daemon; no file that it writes grows beyond `most_bytes` (0: any)."""
     _leave(Path(folder) / "daemon.log", environment)
     if most_bytes:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -67,14 +56,7 @@ def serve(folder: str, environment: Mapping[str, str], lease_s: float, busy_s: f
 
 
 def train(folder: str, name: str, environment: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Train until a file says that it is enough; what came of it lies in another.
-
-    Args:
-        folder: of the files, whose names begin with `name`.
-        name: of the training.
-        environment: of it.
-        given: `most` measurements, and whether `fresh`.
-    """
+    """Train until a file says that it is enough. `given`: `most` measurements, and whether `fresh`."""
     _leave(Path(folder) / f"{name}.log", environment)
     torch.set_num_threads(1)  # threads that spin for work take the cores that others need
     session._LONGEST_BACKOFF_S = 0.2
@@ -87,12 +69,7 @@ def train(folder: str, name: str, environment: Mapping[str, str], given: Mapping
 
 
 def replay(changes: Sequence[tuple[int, Mapping[str, Any]]], steps: int) -> list[torch.Tensor]:
-    """The weights of the same training with the same knobs after the same steps, which nobody tunes.
-
-    Args:
-        changes: the step after which knobs hold, and these.
-        steps: that were taken.
-    """
+    """The weights of the same training, untuned. `changes`: the step after which knobs hold, and these."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loop = Loop(None)

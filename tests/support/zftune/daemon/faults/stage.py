@@ -30,7 +30,6 @@ SOON_S = 60.0
 
 
 def until(holds: Callable[[], bool], what: Callable[[], object] = lambda: "") -> None:
-    """Wait for something."""
     ends = time.monotonic() + SOON_S
     while not holds():
         assert time.monotonic() < ends, what()
@@ -38,15 +37,12 @@ def until(holds: Callable[[], bool], what: Callable[[], object] = lambda: "") ->
 
 
 class Training:
-    """One that trains in a process of its own."""
-
     def __init__(self, process: ForkServerProcess, path: Path) -> None:
         self.process, self._path = process, path
         self.result: dict[str, Any] = {}
         """What came of it, once it has ended."""
 
     def now(self) -> dict[str, Any]:
-        """What it does."""
         try:
             text = self._path.with_suffix(".alive").read_text()
             return {"steps": 0, "role": None, "resting": False, **json.loads(text or "{}")}
@@ -75,22 +71,18 @@ class Training:
         return [(step, knobs) for step, knobs in (json.loads(line) for line in lines if line.endswith("\n"))]
 
     def goes_on(self, steps: int = 30) -> None:
-        """Wait until it has trained on."""
         enough = self.steps + steps
         self.until(lambda now: now["steps"] >= enough)
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until what it does is something."""
         until(lambda: holds(self.now()) or not self.process.is_alive(), lambda: (self.now(), self.said()))
         assert self.process.is_alive(), self.said()
 
     def said(self) -> str:
-        """On its standard error."""
         log = self._path.with_suffix(".log")
         return log.read_text() if log.exists() else ""
 
     def end(self) -> dict[str, Any]:
-        """Let it end; nothing that was done to it has changed a weight."""
         self._path.with_suffix(".stop").touch()
         self.process.join(SOON_S)
         assert self.process.exitcode == 0, self.said()
@@ -109,8 +101,6 @@ class Training:
 
 @dataclass
 class Life:
-    """A daemon in a process."""
-
     process: ForkServerProcess
 
     def signal(self, number: int) -> None:
@@ -122,20 +112,13 @@ class Life:
         self.process.join(SOON_S)
 
     def end(self) -> None:
-        """As a service manager ends it."""
         self.signal(signal.SIGTERM)
         self.process.join(SOON_S)
         assert self.process.exitcode == 0
 
 
 class Stage:
-    """Where a fault happens.
-
-    Args:
-        context: forks from the fork_server.
-        folder: of all files but the database.
-        database: its file.
-    """
+    """Where a fault happens. `context` forks from the fork_server."""
 
     def __init__(self, context: ForkServerContext, folder: Path, database: Path | None = None) -> None:
         self.folder, self.database = folder, database or folder / "zftune.db"
@@ -148,15 +131,11 @@ class Stage:
         self._trainings: list[Training] = []
         self._environment = environment(folder, ZFTUNE_DB=str(self.database), HOME=str(folder))
 
-    # --- processes ---------------------------------------------------------------------------------------------------
-
     def begin_daemon(self, *, lease_s: float = 30.0, busy_s: float = 60.0, most_bytes: int = 0) -> Life:
-        """One that may serve some day."""
         arguments = (str(self.folder), self._environment, lease_s, busy_s, most_bytes)
         return Life(self._begin(lives.serve, *arguments))
 
     def daemon(self, **more: Any) -> Life:
-        """One that serves."""
         begun = self.begin_daemon(**more)
         until(lambda: self.pid() == begun.process.pid or not begun.process.is_alive(), self.log)
         assert begun.process.is_alive(), self.log()
@@ -171,14 +150,12 @@ class Stage:
         return self._trainings[-1]
 
     def pid(self) -> int | None:
-        """Of the daemon that answers."""
         try:
             return int(self.client.get("/v1/health", timeout_s=2.0)["pid"])
         except DaemonError:
             return None
 
     def log(self) -> str:
-        """Of all daemons."""
         path = self.folder / "daemon.log"
         return path.read_text() if path.exists() else ""
 
@@ -188,10 +165,7 @@ class Stage:
         self._processes.append(process)
         return process
 
-    # --- what the daemon says ----------------------------------------------------------------------------------------
-
     def live_run(self) -> dict[str, Any] | None:
-        """The run that is followed."""
         try:
             found = [one for one in self.client.get("/v1/runs") if one["state"] != "ended"]
         except DaemonError:
@@ -199,12 +173,10 @@ class Stage:
         return found[-1] if found else None
 
     def state(self) -> str | None:
-        """Of that run."""
         found = self.live_run()
         return None if found is None else found["state"]
 
     def until_state(self, *wanted: str, training: Training) -> dict[str, Any]:
-        """Wait until the run is in one of some states; the run."""
         until(lambda: self.state() in wanted or not training.process.is_alive(), lambda: (self.state(), self.log()))
         assert training.process.is_alive(), training.said()
         found = self.live_run()
@@ -222,14 +194,10 @@ class Stage:
             self.acknowledged[run["record"]] = (decisions, measured)
         return details
 
-    # --- what has to hold --------------------------------------------------------------------------------------------
-
     def look(self, *, accounts: bool = False) -> None:
         """Once all has ended: nothing is lost, nothing is left.
 
-        Args:
-            accounts: also of what the trainings took, which a store that cannot be written does not have, and two runs
-                of one training both have.
+        A store that cannot be written has no accounts of the trainings, and two runs of one training have it both.
         """
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             assert store.notices == []
@@ -263,7 +231,6 @@ class Stage:
         assert not files
 
     def close(self) -> None:
-        """End what a failure has left."""
         self.client.close()
         for one in self._processes:
             if one.is_alive():
@@ -280,11 +247,9 @@ class Stage:
             assert step_ms is None or store.measurements(rows[number].trial_id)
 
     def crashed(self) -> list[dict[str, Any]]:
-        """Settings that are marked as crashed."""
         return [knobs for state, knobs in self.trials() if state is TrialState.CRASHED]
 
     def adopted(self) -> list[dict[str, Any]]:
-        """Settings that became the incumbent of a run."""
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             found = []
             for run in store.runs():
@@ -294,7 +259,6 @@ class Stage:
             return found
 
     def trials(self) -> list[tuple[TrialState, dict[str, Any]]]:
-        """Of all runs."""
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             return [(trial.state, dict(trial.knobs)) for run in store.runs() for trial in store.trials(run.run_id)]
 

@@ -31,7 +31,6 @@ SOON_S = 30.0
 
 @cache
 def facts() -> TrainingFacts:
-    """Of a small model in this process."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 4, bias=False))
     config = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
@@ -41,7 +40,6 @@ def facts() -> TrainingFacts:
 
 
 def document(message: Any) -> Any:
-    """A message as a document of JSON."""
     return json.loads(encode(message))
 
 
@@ -69,15 +67,7 @@ def same(setting: Setting) -> float:
 
 
 class Agent:
-    """Says what an agent says.
-
-    Args:
-        transport: asks the daemon.
-        step_ms: of a setting.
-        run: its identity.
-        fresh: whether it wants no earlier run.
-        search: options of the search.
-    """
+    """Says what an agent says. `step_ms` is that of a setting."""
 
     def __init__(
         self,
@@ -107,7 +97,6 @@ class Agent:
         self.session, self.done = welcome["session"], None
 
     def report(self, **more: Any) -> Directive:
-        """Say what happened; what to do."""
         self._sequence += 1
         message = {"sequence": self._sequence, "done": self.done, **more}
         report = Report(protocol=PROTOCOL, session=self.session, **message)
@@ -119,13 +108,11 @@ class Agent:
         return self.last
 
     def asked(self) -> Request:
-        """Wait for the next request."""
         self.until(lambda: self.last.kind == "apply" and self.done is None)
         assert self.last.request is not None
         return self.last.request
 
     def until(self, holds: Callable[[], bool]) -> Directive:
-        """Report until something holds."""
         ends = time.monotonic() + SOON_S
         self.report()
         while not holds():
@@ -159,7 +146,6 @@ class Agent:
         return self.transport.post(f"/v1/runs/{self.run}/goodbye", encode(message))
 
     def forgotten(self) -> bool:
-        """Whether the daemon does not know it any more."""
         try:
             self.report()
         except DaemonError as error:

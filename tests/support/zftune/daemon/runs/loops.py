@@ -66,16 +66,9 @@ class Direct:
 
 
 class Loop:
-    """A training on the CPU, or on a fast emulated accelerator, whose knobs and hooks are looked at.
+    """A training on the CPU, or on a fast emulated accelerator in simulated time, whose knobs and hooks are looked at.
 
-    Args:
-        transport: asks the daemon; None: nobody tunes.
-        sampler: of the search.
-        most: measurements.
-        emulated: whether it trains on an emulated accelerator, in simulated time.
-        thinking_s: that a thought takes there.
-        config: the user's.
-        rig: of the emulated accelerator.
+    Without a `transport` nobody tunes. `thinking_s` is what a thought takes in simulated time.
     """
 
     def __init__(
@@ -123,7 +116,6 @@ class Loop:
         self.optimizer.zero_grad()
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Train until something holds."""
         ends = time.monotonic() + ENDS_S
         while not until():
             self.step()
@@ -136,12 +128,10 @@ class Loop:
 
     @property
     def requested(self) -> bool:
-        """Whether something is measured."""
         return self.tuner is not None and self.tuner.live is not None and self.tuner.live.request is not None
 
     @property
     def live_role(self) -> str | None:
-        """What is measured, for what."""
         live = None if self.tuner is None else self.tuner.live
         request = None if live is None else live.request
         return None if request is None else request.role
@@ -155,7 +145,6 @@ class Loop:
 
 
 def fast_rig() -> Rig:
-    """An emulated accelerator with steps of some milliseconds."""
     rates = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
     return Rig("fast", "", forward_ms=3.0, backward_ms=3.0, scale=1.0, **rates)
 

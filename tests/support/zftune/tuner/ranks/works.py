@@ -36,14 +36,6 @@ OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, host_threads=1)
 
 
 class Training:
-    """One rank of it.
-
-    Args:
-        rank: this one.
-        most: measurements.
-        config: the user's.
-    """
-
     def __init__(self, rank: int, most: int = 5, config: ZenFlowConfig = OWN) -> None:
         torch.manual_seed(0)
         self.rank = rank
@@ -88,7 +80,6 @@ class Training:
 
     @property
     def tries(self) -> bool:
-        """Whether a setting runs that is not the incumbent."""
         return bool(self.changes) and Setting.of(self.optimizer.config) != self.tuner.incumbent
 
     def digest(self) -> str:
@@ -96,7 +87,6 @@ class Training:
         return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in self.module.parameters())).hexdigest()
 
     def told(self) -> dict[str, Any]:
-        """What is compared."""
         self.tuner.close()  # on all ranks
         for _ in range(3):  # the last words
             self.step()
@@ -120,7 +110,6 @@ class Training:
 
 
 def tuned(rank: int) -> dict[str, Any]:
-    """A whole search."""
     training = Training(rank)
     training.run(lambda: not training.tuner.searching)
     return training.told()
@@ -316,7 +305,6 @@ WORKS = {
 
 
 def main(rank: int, folder: str) -> None:
-    """Do them all."""
     torch.set_num_threads(1)
     here = Path(folder)
     torch.distributed.init_process_group(

@@ -25,7 +25,6 @@ def at_work(world: Stage, training: Training, chance: random.Random) -> dict[str
 
 
 def goes_on(world: Stage, training: Training, record: object) -> None:
-    """A run is tuned, and none but that which was."""
     run = world.until_state(*AT_WORK[1:], "frozen", training=training)
     assert record in (None, run["record"])
     if run["state"] != "frozen":
@@ -96,9 +95,6 @@ def test_two_begin_at_once(stage: Callable[..., Stage], chance: random.Random) -
     assert world.crashed() == []
 
 
-# --- its database -----------------------------------------------------------------------------------------------------
-
-
 def paused(world: Stage) -> bool:
     """Ask for a pause; whether it was acknowledged. What cannot be done is said in a sentence."""
     run = world.live_run()
@@ -112,7 +108,6 @@ def paused(world: Stage) -> bool:
 
 
 def is_kept(world: Stage, kind: str) -> bool:
-    """Whether such a decision is in the store."""
     with open_store(str(world.database), environment={"HOME": str(world.folder)}) as store:
         return kind in [one.kind for run in store.runs() for one in store.decisions(run.run_id)]
 
@@ -154,9 +149,6 @@ def test_it_is_locked(stage: Callable[..., Stage], chance: random.Random) -> Non
     daemon.end()
     assert is_kept(world, "pause") >= acknowledged
     world.look()
-
-
-# --- its socket -------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_deleted(stage: Callable[..., Stage], chance: random.Random) -> None:

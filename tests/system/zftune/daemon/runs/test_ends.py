@@ -43,9 +43,6 @@ def active(world: World) -> list[Any]:
     return [one for one in world.store.presets() if one.state is PresetState.ACTIVE]
 
 
-# --- training goes wrong ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.smoke
 def test_training_that_goes_wrong_ends_the_search(world: World) -> None:
     agent = world.agent()
@@ -102,9 +99,6 @@ def test_a_search_that_fails_is_over(world: World, monkeypatch: pytest.MonkeyPat
     agent.report(guard=WRONG)
     agent.goodbye(over=True)
     assert "guard" in world.kinds(agent.last.record)
-
-
-# --- nobody is heard of -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke

@@ -29,12 +29,6 @@ from zftune.tuner.space import Setting
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        yield store
-
-
-@pytest.fixture
 def transport(store: Store) -> Iterator[Direct]:
     registry = Registry(store)
     registry.start()
@@ -54,7 +48,6 @@ def loop(request: pytest.FixtureRequest) -> Callable[..., Loop]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that tries again soon."""
     monkeypatch.setattr(session, "_LONGEST_BACKOFF_S", 0.2)
     monkeypatch.setattr(session, "QUICK_S", 0.01)
     monkeypatch.setattr(session, "_SILENCE_S", 0.2)  # so that goodbye is given up soon
@@ -142,10 +135,7 @@ class Quick(Direct):
 
 @pytest.mark.smoke
 def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: Callable[..., Loop]) -> None:
-    """The daemon thinks in threads of its own, in the machine's time; the training's stands still meanwhile.
-
-    With the second daemon every thought is over before the answer is written.
-    """
+    """With the second daemon every thought is over before the answer is written."""
     seen = []
     for transport in (Direct, Quick):
         with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store, registry_of(store) as registry:

@@ -104,14 +104,12 @@ def folder() -> Iterator[Path]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a run whose store and daemon are in a folder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZFTUNE_", "XDG_"))}
     own = {"ZFTUNE_SOCKET": str(folder / "z.sock"), "ZFTUNE_DB": str(folder / "z.db"), "OMP_NUM_THREADS": "1"}
     return {"GLOO_SOCKET_IFNAME": "lo", **kept, **own}
 
 
 def start(folder: Path, launcher: Sequence[str], *words: str) -> subprocess.Popen[str]:
-    """`zftune run` with options and a launcher's two ranks."""
     options, _, command = " ".join(words).partition(" -- ")
     return subprocess.Popen(
         [ZFTUNE, "run", *options.split(), "--", *launcher, *command.split()],
@@ -134,7 +132,6 @@ def forked(folder: Path, *words: str) -> Iterator[list[fork_server.Forked]]:
 
 
 def told(folder: Path, process: subprocess.Popen[str]) -> tuple[list[Any], str]:
-    """What both ranks have seen, and what was printed."""
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     return seen(folder), errors

@@ -88,13 +88,8 @@ def model_of() -> nn.Sequential:
 
 
 class Training:
-    """One rank of it, which is tuned.
-
-    Args:
-        shared: how ranks share the model; where each has whole weights, no gradient leaves during backward.
-        searches: this process, or a daemon.
-        rank: this one.
-        ranks: how many there are.
+    """One rank of it, which is tuned by this process or a daemon. Where each has whole weights, no gradient leaves
+    during backward.
     """
 
     def __init__(self, shared: str, searches: str, rank: int = 0, ranks: int = 1) -> None:
@@ -133,7 +128,6 @@ class Training:
         return Tuner(self.optimizer, driver, tokens=ROWS, disturbance=NoDisturbance(), consensus=consensus)
 
     def step(self) -> None:
-        """Of the same batch, however many ranks have it."""
         batch = torch.randn(RANKS * ROWS, WIDTH, generator=self._batches).bfloat16()
         loss = self.module(batch.chunk(self.ranks)[self.rank]).float().square().mean() + 1
         self.tuner.log_loss(loss)
@@ -217,8 +211,6 @@ def served() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory, served: Path) -> OfRanks:
-    """What each rank has found; those of one way train in processes of their own."""
-
     @cache
     def found(shared: str, searches: str) -> list[dict[str, Any]]:
         name = f"{shared}, {searches}"

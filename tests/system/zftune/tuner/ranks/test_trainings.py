@@ -136,11 +136,7 @@ def test_a_setting_that_was_tried_when_the_state_was_saved_is_left_by_all_ranks_
     ("name", "first", "second"),
     [
         ("unfit", "OSError: no disk", "BadInputError: nothing is tuned: rank 0 cannot tune, see its own message"),
-        (
-            "alone",
-            "BadInputError: zftune.attach was called on 1 of 2 ranks; call it on all of them",
-            "",
-        ),
+        ("alone", "BadInputError: zftune.attach was called on 1 of 2 ranks; call it on all of them", ""),
         (
             "probed",
             "BadInputError: eval_fn must be None on several ranks: its flushes are one rank's",

@@ -107,9 +107,6 @@ def test_two_trainings_that_find_one_run(world: World, monkeypatch: pytest.Monke
             assert "crash" not in world.kinds(one.last.record)
 
 
-# --- what comes twice, at once, or not at all -------------------------------------------------------------------------
-
-
 def test_pauses_do_not_speak_against_what_they_interrupt(world: World) -> None:
     agent = world.agent(same)
     for turn in range(2 * MOST_VOIDS):

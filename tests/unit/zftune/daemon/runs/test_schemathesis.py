@@ -1,7 +1,4 @@
-"""Whatever is asked of a daemon that follows runs, by its description: it does not fail for it.
-
-`ZFTUNE_FUZZ_S=600` asks for longer.
-"""
+"""A daemon that follows runs does not fail for any request of its description. `ZFTUNE_FUZZ_S=600`: for longer."""
 
 from __future__ import annotations
 

@@ -66,7 +66,6 @@ def test_a_report_whose_answer_was_lost_is_heard_once(world: World) -> None:
 
 
 def shown(world: World) -> RunDetails:
-    """What the page is given."""
     return run_details(world.registry.brain(RUN), 0.0, world.store)
 
 
@@ -296,8 +295,7 @@ def test_a_daemon_that_ends_in_order_leaves_the_run_to_the_next(world: World) ->
 def test_a_run_whose_results_belong_elsewhere_is_refused(world: World) -> None:
     world.registry.kept_in = "/srv/a.db"
     with pytest.raises(
-        NotAllowedError,
-        match=r"the run's store is '/srv/b.db', and this daemon keeps its runs in '/srv/a.db': ",
+        NotAllowedError, match=r"the run's store is '/srv/b.db', and this daemon keeps its runs in '/srv/a.db': "
     ):
         world.registry.hello(replace(hello(), store="/srv/b.db", store_named=True))
     assert world.registry.live_runs == 0

@@ -25,8 +25,6 @@ OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads
 
 @dataclass
 class Table:
-    """What was said, and what was settled."""
-
     ranks: int
     said: dict[int, dict[int, tuple[RankMessage, LeaderMessage | None]]] = field(default_factory=dict)
     settled: dict[int, str] = field(default_factory=dict)
