@@ -201,11 +201,11 @@ struct DeviceUpdates {
     }
 };
 
-// Numbers of the weight and its group, n, rows, addresses of master, moments, counts and gradients (0: each run is given
-// them), strides of the weight, address of the columns and how many there are, dtype of both.
-using PartArgument = std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, Address, std::vector<Address>,
-                                Address, Address, std::int64_t, std::int64_t, std::optional<Address>, std::size_t,
-                                std::string>;
+// Numbers of the weight and its group, n, rows, addresses of master, moments, counts and gradients (0: each run is
+// given them), strides of the weight, address of the columns and how many there are, dtype of both.
+using PartArgument =
+    std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, Address, std::vector<Address>, Address, Address,
+               std::int64_t, std::int64_t, std::optional<Address>, std::size_t, std::string>;
 
 DeviceUpdates make_device_updates(const std::string& rule, const std::vector<PartArgument>& parts) {
     DeviceUpdates made;
