@@ -50,7 +50,7 @@ A_WEIGHT = {
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
     "hooks": Counts(2, 3, 0, 31, 172),
-    "plain": Counts(4, 3, 3, 59, 346),
+    "plain": Counts(4, 5, 3, 59, 346),
     "close": Counts(3, 3, 2, 28, 275),
     "selection": Counts(4, 3, 4, 28, 303),
 }
