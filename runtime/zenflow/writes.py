@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch import nn
 
 from zenflow.kernels.base import address_of
 
-_is_cow_tensor: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 # A tensor's own, and that of the Python object by which it is asked.
 _OWN_HOLDERS = 2
 
@@ -107,7 +105,7 @@ class WriteWatch:
         if self._storage is None or self._paused:
             return False
         if self._way == "shared":
-            return address_of(parameter) != self._address or not _is_cow_tensor(parameter)
+            return address_of(parameter) != self._address or not torch._C._is_cow_tensor(parameter)  # type: ignore[attr-defined]
         if parameter.untyped_storage()._cdata != self._storage:
             return True
         if self._way == "copied":

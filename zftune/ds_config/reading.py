@@ -454,10 +454,10 @@ def given(source: Source) -> dict[str, Any]:
         return dict(source.config)
     changed = filled(source.config)
     whole, micro = "train_batch_size", "train_micro_batch_size_per_gpu"
-    if source.config.get(whole) in (None, "auto"):
-        changed.pop(whole, None)
-    elif source.config.get(micro) == "auto":
-        del changed[micro]
+    if source.config.get(whole) == "auto":
+        del changed[whole]
+    elif whole in changed and source.config.get(micro) == "auto":
+        del changed[micro if changed[whole] is not None else whole]
     return changed
 
 

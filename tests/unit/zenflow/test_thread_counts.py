@@ -43,14 +43,14 @@ A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
     "hooks": Counts(0, 0, 0, 12, 30),
     "plain": Counts(0, 0.25, 0, 9.25, 77),
-    "close": Counts(0, 0, 0, 4, 57),
+    "close": Counts(0, 0.25, 0, 4.75, 58),
     "selection": Counts(0, 2, 2, 86, 235),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
     "hooks": Counts(2, 3, 0, 31, 172),
-    "plain": Counts(4, 5, 3, 59, 346),
+    "plain": Counts(4, 5, 3, 62, 346),
     "close": Counts(3, 3, 2, 28, 275),
     "selection": Counts(4, 3, 4, 28, 303),
 }
