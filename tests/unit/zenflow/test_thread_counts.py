@@ -41,18 +41,18 @@ class Counts(NamedTuple):
 
 A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
-    "hooks": Counts(0, 0, 0, 12, 30),
-    "plain": Counts(0, 0.25, 0, 9.25, 77),
-    "close": Counts(0, 0.25, 0, 4.75, 58),
-    "selection": Counts(0, 2, 2, 86, 235),
+    "hooks": Counts(0, 0, 0, 12.5, 33),
+    "plain": Counts(0, 0.5, 0, 12, 90),
+    "close": Counts(0, 0.5, 0, 6, 66),
+    "selection": Counts(0, 3, 2, 94, 260),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
-    "hooks": Counts(2, 3, 0, 31, 172),
-    "plain": Counts(4, 5, 3, 62, 346),
-    "close": Counts(3, 3, 2, 28, 275),
-    "selection": Counts(4, 3, 4, 28, 303),
+    "hooks": Counts(2, 4, 0, 34, 190),
+    "plain": Counts(4, 6, 3, 70, 380),
+    "close": Counts(4, 5, 2, 36, 310),
+    "selection": Counts(5, 5, 4, 40, 340),
 }
 """Ceilings for what a step takes besides, however many weights there are."""
 MATRICES = 4

@@ -287,7 +287,8 @@ def _blamed(config: dict[str, Any], world_size: int, error: Exception) -> list[s
             if lacking := _MISSING.search(words):
                 return [path[0], "params", lacking[1]]
             return [*path, *deeper] if _has(config, [*path, *deeper]) else path
-    return next(([name] for name in reversed(BATCH) if name in words and name not in config), None)
+    unsaid = [name for name in reversed(BATCH) if name in words and config.get(name) is None]
+    return next(([name] for name in sorted(unsaid, key=lambda name: name not in config)), None)  # null before missing
 
 
 def _fault(config: Mapping[str, Any], path: SettingPath, error: Exception) -> Fault:
