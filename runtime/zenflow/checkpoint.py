@@ -40,6 +40,7 @@ def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
     failed.
     """
     training.settle()
+    training.importance.settle()
     parameters = [parameter for group in groups for parameter in group["params"]]
     known = {id(weight.parameter): weight for weight in training.weights_of(groups)}
     weights = [known[id(parameter)] for parameter in parameters]
@@ -81,6 +82,7 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
         started=weight.started,
         flat=weight.started and weight.split.flat,
         pending=weight.pending,
+        chosen=weight.chosen,
         log=[
             SavedEntry(
                 entry.step,
@@ -262,7 +264,7 @@ def _restore(training: Training, saved: Saved, groups: Groups) -> None:
     plans = {id(p): weight.plan for p, weight in zip(parameters, header.weights, strict=True)}
     ordered = training.model.split(groups, header.config).parameters
     training.begin(groups, Split(ordered, ModelPlan(tuple(plans[id(p)] for p in ordered), header.buckets)))
-    training.clock.restore(header.step, header.window_steps)
+    training.clock.step, training.clock.window_steps = header.step, header.window_steps
     training.engine.reach(header.step)
     training.hypers[:] = [_hyper(training, group, values) for group, values in zip(groups, header.hypers, strict=True)]
     training.restored_flushed = header.flushed
@@ -303,6 +305,7 @@ def _restore_weight(
     weight.restore(source, host["slots"], flat=saved.flat)
     if weight.plan.columns:
         weight.importance().copy_(host["importance"])
+    weight.chosen = saved.chosen
     if saved.pending:
         weight.restore_proposal(host["proposed"].nonzero().squeeze(1))
     for entry, rows in zip(saved.log, tensors["log"], strict=True):

@@ -74,6 +74,8 @@ class SavedWeight:
     started: bool
     flat: bool
     pending: bool
+    chosen: bool
+    """Whether a gradient that counts has chosen its columns."""
     log: list[SavedEntry]
     flights: list[SavedUpdate]
     auto: list[float]

@@ -27,6 +27,13 @@ class StepControl:
     host: Control | None = None
     """The same on its way to the host; None where nothing is deferred."""
 
+    def is_skipped(self) -> bool:
+        """Whether the step was skipped; waits for the device."""
+        if self.host is None or self.skip is None:
+            return self.skip is not None and bool(self.skip)
+        self.host.transfer.wait()
+        return not self.host.live()[1]
+
     def packed(self) -> torch.Tensor:
         """[2] fp32: factor, skip."""
         skip = torch.zeros_like(self.factor) if self.skip is None else self.skip.float()

@@ -427,9 +427,7 @@ class DeferredTier:
             nbytes += self._update_bytes(len(slots) * self._rows, part.log)
         self._runtime.traffic.migrated_bytes += result.nbytes
         task = Update(self._host, parts, self._closing(closing), packed=result)
-        job = self._submit(f"moving columns of {self._name}", task, nbytes, inputs, result)
-        job.ask_result()
-        return job
+        return self._submit(f"moving columns of {self._name}", task, nbytes, inputs, result)
 
     def submit_join(self, move: Move, packed: torch.Tensor) -> None:
         """Take over the state of the columns that join the tier; after `submit_leave`, whose slots they get.
@@ -439,6 +437,7 @@ class DeferredTier:
             packed: [n, packed_columns] int32 on the device.
         """
         arriving, transfer = self._runtime.fetch(packed, self._runtime.memory.transient(packed.shape, packed.dtype))
+        self._runtime.leaving.add(transfer, packed.nbytes)
         self._runtime.traffic.migrated_bytes += arriving.nbytes
         task = Unpack(self._host, move.change.slots, arriving)
         self._submit(f"moving columns of {self._name}", task, 2 * arriving.nbytes, [transfer])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from zenflow.runtime import Runtime
 from zenflow.staging import ColumnStager, Dispatcher, Staged
 from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
-from zenflow.weight import WeightState, wrote
+from zenflow.weight import WeightState, start, wrote
 
 
 class Gradient:
@@ -283,37 +284,60 @@ class OnDevice:
 
 
 _MOST_TABLES = 16
+_Groups = Sequence[Mapping[str, Any]]
 
 
 class Gradients:
     """Where the gradients of all weights are between two steps; owns the hooks that send them away."""
 
-    def __init__(self, runtime: Runtime, *, stream: bool, least_firings: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        stream: bool,
+        least_firings: int,
+        begin: Callable[[_Groups], Sequence[WeightState]] | None,
+    ) -> None:
         """Begin without weights.
 
         Args:
             runtime: shared by all weights.
             stream: send gradients away during backward.
             least_firings: backward passes before a step.
+            begin: a method that splits the parameters at their first gradient; returns weights that may leave at once.
         """
         self._runtime = runtime
+        self._begin = None if begin is None else weakref.WeakMethod(begin)
+        self._groups: _Groups = ()
         self._stream = stream
         self._dispatcher = Dispatcher(runtime)
         self._most_bytes = 0  # that were sent in one step
         self.streamed = False
         """Whether any gradient of the last step left during backward, the last weight's first."""
-        self._streamer = Streamer(least_firings, self._leave, runtime.device.current_stream)
+        self._streamer = Streamer(least_firings, self._leave, runtime.device.current_stream, self._begin_streaming)
 
-    def _leave(self, gradients: Sequence[tuple[ColumnStager, torch.Tensor]]) -> list[Staged]:
+    def _begin_streaming(self) -> None:
+        begin = None if self._begin is None else self._begin()
+        for weight in () if begin is None else begin(self._groups):
+            self._streamer.stream(weight.parameter, ColumnStager(self._runtime, weight))
+        self._streamer.regroup()
+
+    def _leave(self, gradients: Sequence[tuple[ColumnStager[WeightState], torch.Tensor]]) -> list[Staged]:
+        if starting := [stager.weight for stager, _ in gradients if not stager.weight.started]:
+            start(self._runtime, starting)
+            self._runtime.log.fill()
+            for weight in starting:
+                weight.watch()
         return self._dispatcher([(stager.weight, gradient) for stager, gradient in gradients])
 
-    def watch(self, groups: Iterable[Mapping[str, Any]], weights: Iterable[WeightState]) -> None:
+    def watch(self, groups: _Groups, weights: Iterable[WeightState]) -> None:
         """Count how often backward gives each parameter a gradient, from now on.
 
         Args:
             groups: the optimizer's parameter groups.
             weights: those that have started already.
         """
+        self._groups = groups
         if self._stream:
             self._streamer.watch(parameter for group in groups for parameter in group["params"])
             self.stream(weight for weight in weights if weight.started)

@@ -229,16 +229,12 @@ class History:
         self.open = StepRecord(step=0)
         """What happened since the end of the last step."""
         self._device = device
-        self._last_end: Mark | None = None
+        self.last_end: Mark | None = None
+        """Where the last step ended; None before the first."""
         self._closed: deque[StepRecord] = deque()
         self._resolved: deque[StepStats] = deque(maxlen=HISTORY_STEPS)
         self.recorder: TimelineRecorder | None = None
         self._recording = False
-
-    @property
-    def last_end(self) -> Mark | None:
-        """Where the last step ended; None before the first."""
-        return self._last_end
 
     def record(self, steps: int | None) -> TimelineRecorder:
         """Record so many steps (None: one window) from the next close on; an open one ends without a result."""
@@ -254,18 +250,18 @@ class History:
     def begin_step(self) -> None:
         """Resolve what can be, and bound the training thread's run-ahead to one step."""
         self._resolve(_RESOLVE_LAG)  # here, where the device has backward to work on
-        if self._last_end is not None:
-            self._device.wait_for(self._last_end)
+        if self.last_end is not None:
+            self._device.wait_for(self.last_end)
             if self._recording and self.recorder is not None:
-                self.recorder.passed(self._last_end)
+                self.recorder.passed(self.last_end)
 
     def end_step(self, step: int, traffic: Traffic) -> None:
         """Close the open record; `traffic` is that since the end of the last one."""
         record, self.open = self.open, StepRecord(step=step + 1)
-        record.step, record.begin, record.end, record.traffic = step, self._last_end, self._device.mark(), traffic
+        record.step, record.begin, record.end, record.traffic = step, self.last_end, self._device.mark(), traffic
         record.comm_s = self._device.comm_s()
         self._closed.append(record)
-        self._last_end = record.end
+        self.last_end = record.end
         if self._recording and self.recorder is not None and self.recorder.end_step(record):
             self.stop_recording()
 

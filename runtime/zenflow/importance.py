@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from zenflow.config import AUTO_UPDATE_INTERVAL, Auto, ZenFlowConfig
+from zenflow.config import AUTO_UPDATE_INTERVAL, ZenFlowConfig
+from zenflow.control import StepControl
 from zenflow.device import Transfer
 from zenflow.gradients import Gradient, joined_energies
 from zenflow.history import History
 from zenflow.kernels.base import finite_or_zero, sums
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
-from zenflow.schedule import selects
 from zenflow.selection import ranked
 from zenflow.sharded import whole_shape
-from zenflow.weight import WeightState
+from zenflow.weight import WeightState, start
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,21 @@ class Importance:
 
     def __init__(self) -> None:
         self._layout: ScoreLayout | None = None
+        self._first: tuple[list[WeightState], StepControl] | None = None
+
+    def chose(self, weights: list[WeightState], control: StepControl | None) -> None:
+        """The gradients of a step have chosen columns of weights, for the first time; not if it is skipped."""
+        if control is None or control.skip is None:
+            for weight in weights:
+                weight.chosen = True
+        elif weights:
+            self._first = weights, control
+
+    def settle(self) -> None:
+        """Find out which first choices count; waits for the device where the last step may have been skipped."""
+        (weights, control), self._first = self._first or ([], None), None
+        if control is not None and not control.is_skipped():
+            self.chose(weights, None)
 
     def layout(self, weights: list[WeightState]) -> ScoreLayout:
         """For these weights, kept while they are the same."""
@@ -97,38 +112,34 @@ def select(
     history: History,
     importance: Importance,
     live: Sequence[Gradient],
-    step: int,
-    interval: int | Auto,
-    skip: torch.Tensor | None,
+    control: StepControl | None,
     *,
+    everyone: bool,
     splits: bool,
 ) -> Selecting:
-    """Measure importance, propose selections where one is due, and start parameters at their first gradient.
+    """Measure importance, start parameters at their first gradient, and propose selections where one is due.
 
     Args:
         runtime: shared by all weights.
         history: receives the waits and the energies.
         importance: remembers it.
         live: the step's gradients.
-        step: its number.
-        interval: `select_interval`.
-        skip: 0-dim bool; where true the step does not count.
+        control: the step's.
+        everyone: whether all select, not only those that no gradient has chosen columns of.
         splits: whether all columns will be split anew after this step.
     """
-    measured = [one for one in live if one.weight.plan.selects or (splits and one.weight.plan.columns)]
-    scores = _Scores(importance, measured, skip) if measured else None
-    everyone = selects(step, interval)
-    due = [one for one in measured if one.weight.plan.selects and (everyone or not one.weight.started)]
-    if scores is not None and due:
-        _propose(runtime, history, due, scores, skip)
+    importance.settle()
+    skip = None if control is None else control.skip
     starting = [gradient.weight for gradient in live if not gradient.weight.started]
     if starting:
         with history.open.timed(runtime.device, "select"):
-            for weight in starting:
-                weight.start()
-            runtime.buckets.allocate()
-            for weight in starting:
-                weight.read()
+            start(runtime, starting)
+    measured = [one for one in live if one.weight.plan.selects or (splits and one.weight.plan.columns)]
+    scores = _Scores(importance, measured, skip) if measured else None
+    due = [one for one in measured if one.weight.plan.selects and (everyone or not one.weight.chosen)]
+    if scores is not None and due:
+        _propose(runtime, history, due, scores, skip)
+        importance.chose([one.weight for one in due if not one.weight.chosen], control)
     selecting = [place for place, one in enumerate(measured) if one.weight.plan.selects]
     if scores is None or not selecting:
         return Selecting([], None, starting)
@@ -167,7 +178,7 @@ class _Scores:
 def _propose(
     runtime: Runtime, history: History, due: Sequence[Gradient], scores: _Scores, skip: torch.Tensor | None
 ) -> None:
-    """Select by the gradients' importance: it takes effect at the next close (in `start` the first time)."""
+    """Select by the gradients' importance: it takes effect at the next close."""
     energies, columns = [], []
     for gradient in due:
         plan = gradient.weight.plan
@@ -176,9 +187,7 @@ def _propose(
         columns.append(order[: plan.selected] + plan.resident if plan.resident else order[: plan.selected])
     chosen = torch.cat(columns)
     if skip is not None:  # where it is true a selection stays as it is
-        pairs = zip((gradient.weight for gradient in due), columns, strict=True)
-        before = torch.cat([weight.selected_index if weight.started else new for weight, new in pairs])
-        chosen = torch.where(skip, before, chosen)
+        chosen = torch.where(skip, torch.cat([gradient.weight.selected_index for gradient in due]), chosen)
     on_host, transfer = runtime.fetch(chosen.int())
     for gradient, part in zip(due, on_host.split([*map(len, columns)]), strict=True):
         gradient.weight.propose(part, transfer)

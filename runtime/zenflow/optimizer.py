@@ -214,17 +214,17 @@ class ZenFlowOptimizer(Optimizer):
         return self._training.grad_norm
 
     def give_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Begin with fp32 values of parameters that were rounded since; before the first step.
+        """Begin with fp32 values of parameters that were rounded since; before the first gradient.
 
         Args:
-            masters: of some parameters, in their shapes, on any device; kept until the first step. Elements that do not
-                round to what the parameter holds then are ignored. Of sharded ones DTensors, or the rows of this rank.
+            masters: of some parameters, in their shapes, on any device; kept until their first gradient. Elements that
+                do not round to what the parameter holds then are ignored. Sharded ones: DTensors, or this rank's rows.
 
         Raises:
-            ConfigError: a step was taken, or a tensor has another shape than its parameter.
+            ConfigError: a gradient has come, or a tensor has another shape than its parameter.
         """
         if self._training.begun:
-            raise ConfigError(f"give_masters() was called after step {self.steps}; it must be called before the first")
+            raise ConfigError("give_masters() was called after the first gradient; it must be called before")
         self._training.runtime.masters.give({self._rows(p): self.own_rows(p, one) for p, one in masters.items()})
 
     # --- torch.optim.Optimizer -------------------------------------------------------------------------------------

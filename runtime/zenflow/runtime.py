@@ -40,7 +40,8 @@ class Runtime:
     memory: HostMemory
     log: GradientLog
     buckets: Buckets
-    room: StagingRoom  # for what is on its way to the host
+    room: StagingRoom  # for gradients on their way to the host
+    leaving: StagingRoom  # for the state of columns on its way to the host
     kernels: Kernels
     rule: Rule
     deferred_update: str
@@ -150,6 +151,7 @@ def make_runtime(
         memory,
         log,
         Buckets(log, memory),
+        StagingRoom(device, history, config.staging_bytes),
         StagingRoom(device, history, config.staging_bytes),
         kernels,
         rule,

@@ -25,37 +25,25 @@ class WindowClock:
     def __init__(self, config: ZenFlowConfig) -> None:
         self.config = config
         """The knobs in force; may be replaced between two steps."""
-        self._step = 0
-        self._window_steps = 0
-
-    @property
-    def step(self) -> int:
+        self.step = 0
         """Number of the last step that began (0 before the first)."""
-        return self._step
-
-    @property
-    def window_steps(self) -> int:
-        return self._window_steps
+        self.window_steps = 0
+        """Steps in the open window."""
 
     def advance(self, *, close: bool = False, at_once: bool = False) -> StepPlan:
         """Begin the next step; where `close`, its window closes in any case, and is applied in it where `at_once`.
 
         A window that closes here must be ended with `close()`.
         """
-        self._step += 1
-        self._window_steps += 1
-        warm = self._step <= self.config.full_warm_up_rounds
-        closes = warm or close or self._window_steps >= self.config.longest_window
-        return StepPlan(self._step, self._window_steps, closes, warm or at_once or not self.config.overlap_step)
-
-    def restore(self, step: int, window_steps: int) -> None:
-        """Go on from a saved step."""
-        self._step = step
-        self._window_steps = window_steps
+        self.step += 1
+        self.window_steps += 1
+        warm = self.step <= self.config.full_warm_up_rounds
+        closes = warm or close or self.window_steps >= self.config.longest_window
+        return StepPlan(self.step, self.window_steps, closes, warm or at_once or not self.config.overlap_step)
 
     def close(self) -> None:
         """End the open window; the next step begins a new one."""
-        self._window_steps = 0
+        self.window_steps = 0
 
 
 def due_step(*, close_step: int, bucket: int, buckets: int, lag: int, window_steps: int) -> int:

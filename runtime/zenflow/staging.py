@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
-from zenflow.buckets import Bucket, Part, Sent, SentPart
+from zenflow.buckets import Bucket, Kind, Part, Sent, SentPart
 from zenflow.deferred import plan_entry, saved_into
 from zenflow.device import HostSpan
 from zenflow.groups import Group, Groups, SplitWeight, first_bucket
@@ -17,6 +18,8 @@ from zenflow.host.tasks import HostGradient
 from zenflow.ledger import mass
 from zenflow.runtime import Runtime
 from zenflow.standin import GradientRecord
+
+_Weight = TypeVar("_Weight", bound=SplitWeight)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +179,7 @@ def void(runtime: Runtime, sent: Sequence[SentPart]) -> None:
             runtime.log.give_back([one.sent.place])
 
 
-class ColumnStager:
+class ColumnStager(Generic[_Weight]):
     """What can be done with one weight's gradient that has left, or is to leave, during backward.
 
     Args:
@@ -184,14 +187,15 @@ class ColumnStager:
         weight: whose gradient it is.
     """
 
-    def __init__(self, runtime: Runtime, weight: SplitWeight) -> None:
+    def __init__(self, runtime: Runtime, weight: _Weight) -> None:
         self._runtime = runtime
         self.weight = weight
 
     @property
-    def bucket(self) -> Bucket | None:
-        """That of its first columns."""
-        return first_bucket(self.weight)
+    def bucket(self) -> Kind | None:
+        """That of its first columns, as soon as it is planned."""
+        plan = self.weight.plan
+        return (plan.first_bucket, self.weight.parameter.dtype, plan.transposed) if plan.deferred else None
 
     def void(self, staged: Staged) -> None:
         """Forget a gradient that no step will take.

@@ -35,12 +35,12 @@ class GradientRecord:
         "_gone",
         "_mixed",
         "_norm",
-        "_whole",
         "bring_back",
         "factor",
         "name",
         "together",
         "unscale",
+        "whole",
         "zeroed",
     )
 
@@ -62,7 +62,8 @@ class GradientRecord:
         """Puts the gradient into `.grad` again and returns it; None where that is no longer possible."""
         self.together: Callable[[], Sequence[GradientRecord]] = lambda: ()
         """The gradients that have left with it, whose norms are calculated when one of them is asked for."""
-        self._whole: torch.Tensor | None = None
+        self.whole: torch.Tensor | None = None
+        """The gradient itself, once it was brought back: whoever still has a stand-in uses it, now in `.grad`."""
         self._norm: torch.Tensor | None = None  # without `factor`
         self._gone = False
         self._mixed = False
@@ -98,27 +99,18 @@ class GradientRecord:
         self._require_here()
         self.zeroed, self.factor, self.unscale, self._mixed = True, None, None, False
 
-    @property
-    def whole(self) -> torch.Tensor | None:
-        """The gradient itself, once it was brought back."""
-        return self._whole
-
-    def returned(self, whole: torch.Tensor) -> None:
-        """Say that the gradient is back: whoever still has a stand-in for it uses this tensor, now in `.grad`."""
-        self._whole = whole
-
     def needed(self) -> torch.Tensor:
         """The gradient itself, brought back if it was not.
 
         Raises UnsupportedError if a step has taken it, or another tensor has its place in `.grad`.
         """
-        if self._whole is None:
+        if self.whole is None:
             self.require_current()
-            self._whole = self.bring_back()
-        if self._whole is None:
+            self.whole = self.bring_back()
+        if self.whole is None:
             self.require_current()
             raise taken(self.name)
-        return self._whole
+        return self.whole
 
     def added_to(self) -> torch.Tensor | None:
         """The gradient itself, for backward to add to; None where a step has taken it.
@@ -127,9 +119,9 @@ class GradientRecord:
         UnsupportedError if another tensor has its place in `.grad`.
         """
         self._require_here()
-        self._whole = self.bring_back()
-        self._mixed |= self._whole is None
-        return self._whole
+        self.whole = self.bring_back()
+        self._mixed |= self.whole is None
+        return self.whole
 
     def give_up(self) -> None:
         """Say that another tensor took its place in `.grad`: later uses are refused instead of being lost."""

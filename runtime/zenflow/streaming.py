@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class Source(Protocol):
 
     @property
     def bucket(self) -> object | None:
-        """What it leaves together with; None: it stays."""
+        """Equal for those that leave together; None: it stays."""
 
     def restore(self, staged: Staged) -> torch.Tensor:
         """Bring it back."""
@@ -33,6 +33,7 @@ class Source(Protocol):
         """Forget it."""
 
 
+_Result = TypeVar("_Result")
 Dispatch = Callable[[Sequence[tuple[Any, torch.Tensor]]], Sequence[Staged]]
 """Sends gradients away, each with its source."""
 
@@ -72,9 +73,7 @@ class _Watch:
         "together",
     )
 
-    def __init__(
-        self, parameter: nn.Parameter, expected: int, together: Callable[[], Sequence[GradientRecord]]
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, expected: int, together: Callable[[], list[GradientRecord]]) -> None:
         self.parameter = parameter
         self.handles: list[Any] = []
         self.source: Source | None = None
@@ -87,7 +86,7 @@ class _Watch:
         self.expected = expected  # firings in a step, as the last step had them
         self.error: Exception | None = None
         """Why a gradient could not leave, kept for the step; it is whole in `.grad`."""
-        self.bring_back = _restorer(weakref.ref(self))
+        self.bring_back = _weakly(self.restore, None)
         self.together = together
 
     def own(self) -> Staged | None:
@@ -119,7 +118,7 @@ class _Watch:
         if staged is None or self.source is None:
             return None
         whole = self.parameter.grad = self.source.restore(staged)
-        staged.record.returned(whole)
+        staged.record.whole = whole
         return whole
 
     @property
@@ -160,24 +159,15 @@ def _own_references() -> int:
     return _references(SimpleNamespace(standin=object()))
 
 
-def _together(streamer: weakref.ref[Streamer]) -> Callable[[], Sequence[GradientRecord]]:
-    """What tells which gradients have left, without keeping the optimizer alive."""
+def _weakly(method: Callable[[], _Result], gone: _Result) -> Callable[[], _Result]:
+    """A method as a function that does not keep its owner alive; `gone` once there is none."""
+    reference = weakref.WeakMethod(method)
 
-    def records() -> Sequence[GradientRecord]:
-        owner = streamer()
-        return () if owner is None else owner.records()
+    def call() -> _Result:
+        bound = reference()
+        return gone if bound is None else bound()
 
-    return records
-
-
-def _restorer(watch: weakref.ref[_Watch]) -> Callable[[], torch.Tensor | None]:
-    """What brings a gradient back, without keeping the optimizer alive."""
-
-    def restore() -> torch.Tensor | None:
-        owner = watch()
-        return None if owner is None else owner.restore()
-
-    return restore
+    return call
 
 
 class Streamer:
@@ -187,14 +177,22 @@ class Streamer:
     next step on as many are expected as the last one had. So the gradient is exact always, and only slower at first.
     """
 
-    def __init__(self, least_firings: int, dispatch: Dispatch, current_stream: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        least_firings: int,
+        dispatch: Dispatch,
+        current_stream: Callable[[], int],
+        begin: Callable[[], object] | None = None,
+    ) -> None:
         """`least_firings`: of each parameter in a step, the user's `gradient_accumulation_steps`.
 
-        `current_stream` tells on which the gradient of a hook was computed.
+        `current_stream` tells on which the gradient of a hook was computed; `begin` is called before the first gradient
+        of all is counted.
         """
         self._least = least_firings
         self._dispatch = dispatch
         self._current_stream = current_stream
+        self._begin = begin
         self._groups: list[_Group] = []
         self._watches: dict[int, _Watch] = {}
         self._known: dict[int, int] = {}
@@ -204,7 +202,7 @@ class Streamer:
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._watches:
                 expected = self._known.pop(id(parameter), self._least)
-                watch = self._watches[id(parameter)] = _Watch(parameter, expected, _together(weakref.ref(self)))
+                watch = self._watches[id(parameter)] = _Watch(parameter, expected, _weakly(self.records, []))
                 watch.handles = _registered(weakref.ref(self), watch)
 
     def expected(self, parameter: nn.Parameter) -> int:
@@ -230,12 +228,12 @@ class Streamer:
 
     def regroup(self) -> None:
         """Let gradients leave by the buckets that there are now; nothing has left."""
-        groups: dict[int, _Group] = {}
+        groups: dict[object, _Group] = {}
         for watch in self._watches.values():
             bucket = None if watch.source is None else watch.source.bucket
             watch.group = None
             if bucket is not None:
-                watch.group = groups.setdefault(id(bucket), _Group())
+                watch.group = groups.setdefault(bucket, _Group())
                 watch.group.watches.append(watch)
         self._groups = list(groups.values())
         for group in self._groups:
@@ -243,6 +241,9 @@ class Streamer:
 
     def came(self, watch: _Watch) -> Sequence[_Watch]:
         """Count a gradient that was added to `.grad`; which are to be sent now."""
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
         watch.firings += 1
         group = watch.group
         if group is None or watch.firings != watch.expected:

@@ -28,8 +28,9 @@ from zenflow.rank_sums import RankSums
 from zenflow.ranks import Ranks
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
-from zenflow.schedule import StepPlan, WindowClock
+from zenflow.schedule import StepPlan, WindowClock, selects
 from zenflow.sharded import Shards
+from zenflow.signals import HeldSignals
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
 
@@ -78,7 +79,7 @@ class Training:
         self.engine = self.runtime.engine
         self.model = ModelState(self.runtime, module)
         self.clock = WindowClock(config)
-        self._importance = Importance()
+        self.importance = Importance()
         self.auto = AutoInterval(self.runtime, self.model.weights)
         self.shards = shards
         """The rows that this rank holds, where the parameters are sharded."""
@@ -90,7 +91,7 @@ class Training:
         self._change: KnobChange | None = None
         self._waits: LateWeights | None = None
         self.hypers: list[Hyper] = []
-        """Of each group, in the last step."""
+        """Of each group, in the last step, or at the beginning."""
         self.grad_norm: torch.Tensor | None = None
         """Of the last step, where its knobs asked for it."""
         self._last_d2h: Transfer | None = None
@@ -100,6 +101,7 @@ class Training:
             # Without shards backward gives each of several ranks its own gradients, which are to be averaged first.
             stream=config.stream and (ranks is None if shards is None else shards.can_stream),
             least_firings=config.gradient_accumulation_steps,
+            begin=self._begin_in_backward if shards is None else None,  # which may ask the other ranks
         )
         self.shows_flushed = False
         """Whether the weights are those of a flush for the time."""
@@ -270,8 +272,8 @@ class Training:
         full = self.auto.closes(self.config, self.clock.window_steps + 1)
         plan = self.clock.advance(close=full or change is not None, at_once=splits)
         skip = None if control is None else control.skip
-        interval = self.config.select_interval
-        selecting = select(self.runtime, self.history, self._importance, live, plan.step, interval, skip, splits=splits)
+        everyone = selects(plan.step, self.config.select_interval)
+        selecting = select(self.runtime, self.history, self.importance, live, control, everyone=everyone, splits=splits)
         self.gradients.stream(selecting.started)
         for weight in self.model.moving(groups, change.config) if change is not None and splits else ():
             weight.drop_proposal()  # they are selected for another split
@@ -431,9 +433,10 @@ class Training:
         self.engine.check()
         change = prepare(self.runtime, self.model, config, groups, self.config)
         self.kept = None
-        if self.begun:
+        if self.clock.step:
             self._change = change
         else:
+            self.gradients.restore()  # those of the first step
             self._take_change(change, groups)
         return self.clock.step + 1
 
@@ -540,6 +543,17 @@ class Training:
 
     # --- splits ----------------------------------------------------------------------------------------------------
 
+    def _begin_in_backward(self, groups: Groups) -> list[WeightState]:
+        """Begin with the first gradient of all, so that none has to wait for the first step; which can leave."""
+        if self.begun or not self.open or not self.engine.process.is_this:
+            return []
+        try:
+            with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+                self.begin(groups)
+        except (ZenFlowError, MemoryError):
+            return []  # the step finds it again, and raises it
+        return [weight for weight in self.model.weights if weight.plan.deferred and weight.parameter.requires_grad]
+
     def begin(self, groups: Groups, split: Split | None = None) -> None:
         """Split the parameters; at the first step, when it is known which of them are trained.
 
@@ -554,6 +568,7 @@ class Training:
         split = split or self.model.split(groups, self.config)
         self.config = self.runtime.fitting(self.config, split.trained)
         self.model.take(split, groups)
+        self.hypers = [self.rule.hyper(group) for group in groups]
         self.begun = True
         self._take_knobs(self.config)
 

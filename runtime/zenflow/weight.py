@@ -65,6 +65,8 @@ class WeightState:
         """Where its state lies; only once it has started."""
         self.deferred: DeferredTier | None = None
         """The host's part; None where there is none, or before the start."""
+        self.chosen = True
+        """Whether a gradient that counts has chosen its columns, now or for the next close."""
         self._proposal: _Proposal | None = None
         self._scores: torch.Tensor | None = None
         self._writes = WriteWatch(parameter)
@@ -109,11 +111,13 @@ class WeightState:
     # --- splits ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make room; at the first gradient, after `propose` where something is to be selected, before `read`."""
+        """Make room; at the first gradient, before `read`. The first offloaded columns are selected until a close."""
         self._begin(self._make_split(flat=self.plan.resident == self.plan.columns))
+        self.chosen = not self.plan.selects
 
     def _begin(self, split: SplitState) -> None:
         self.split, self.deferred, self.started = split, split.deferred, True
+        self._writes.end()  # what it noticed is of another split, which may have had a master of its own
 
     def read(self) -> None:
         self.split.read_masters(self._runtime.masters.take(self.parameter))
@@ -247,7 +251,7 @@ class WeightState:
     def propose(self, columns: torch.Tensor, transfer: Transfer) -> None:
         """Select columns, [plan.selected] int32 in host memory once `transfer` is over.
 
-        Takes effect at the next close (in `start` the first time).
+        Takes effect at the next close.
         """
         self._proposal = _Proposal(columns, transfer)
 
@@ -317,6 +321,7 @@ class WeightState:
         split = self.split
         assert split.deferred is not None
         assert split.selected is not None
+        self._runtime.leaving.make(len(move.places) * split.selected.packed_columns * 4)
         split.deferred.submit_join(move, split.selected.pack(move.places))
 
     def take_selected(self, move: Move, state: torch.Tensor) -> None:
@@ -330,6 +335,20 @@ class WeightState:
         split.selected.unpack(move.places, state)
         self.scatter(move.to_selected, split.selected.master.index_select(0, move.places))
         split.exchange(move)
+
+
+def start(runtime: Runtime, weights: Sequence[WeightState]) -> None:
+    """Make room for weights that have their first gradient, and read their masters."""
+    try:
+        for weight in weights:
+            weight.start()
+        runtime.buckets.allocate()
+        for weight in weights:
+            weight.read()
+    except BaseException:
+        for weight in weights:
+            weight.started = False
+        raise
 
 
 def wrote(weights: Sequence[WeightState]) -> None:

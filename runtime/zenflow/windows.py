@@ -35,7 +35,8 @@ class Windows:
         """The knobs in force; may be replaced between two steps."""
         self.buckets = 0
         """B: of the whole model."""
-        self._in_flight: list[PendingUpdate] = []
+        self.in_flight: list[PendingUpdate] = []
+        """Buckets whose windows are not visible yet."""
         self._groups = Groups(runtime)
         self._arrivals = H2DQueue(self.config.staging_bytes)
         self.waits: LateWeights | None = None
@@ -88,6 +89,7 @@ class Windows:
         }
         for weight, move in moves.items():
             weight.give_up_selected(move)
+        self._arrivals.want(leaving.values())
         in_turn = plan.synchronous and self.config.pipeline == "none"
         # The host takes what is there, and of that what is needed first. If it waited for the foremost weights behind a
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
@@ -99,6 +101,7 @@ class Windows:
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)
             weight.take_selected(moves[weight], state)
+            self._arrivals.done(job)
         if plan.synchronous:
             self._apply_synchronously(plan.step, in_turn, record)
 
@@ -178,18 +181,13 @@ class Windows:
         self._fly(PendingUpdate(weights, windows, job, gradients, due, plan.synchronous))
 
     def _fly(self, flight: PendingUpdate) -> None:
-        self._in_flight.append(flight)
+        self.in_flight.append(flight)
         for weight, window in flight.parts():
             weight.in_flight.add(window.part.index)
 
     def forget_groups(self) -> None:
         """Every bucket may be another one from now on."""
         self._groups.forget()
-
-    @property
-    def in_flight(self) -> Sequence[PendingUpdate]:
-        """Buckets whose windows are not visible yet."""
-        return self._in_flight
 
     def restore(self, weight: WeightState, saved: SavedUpdate) -> None:
         """Put a saved flight of a weight under way again."""
@@ -210,7 +208,7 @@ class Windows:
         """Let what is in flight count on top of what was written; `before` has the weight's shape."""
         assert weight.deferred is not None
         self._runtime.engine.drain()
-        for flight in self._in_flight:
+        for flight in self.in_flight:
             mine = [window for of, window in flight.parts() if of is weight]
             if not mine:
                 continue
@@ -238,11 +236,11 @@ class Windows:
             self.apply(step, record)
             return
         began = self._device.mark(), self._device.clock.now()
-        for flight in self._in_flight:
+        for flight in self.in_flight:
             flight.job.wait(self._runtime.engine)
         self.ask(step)
-        while self._in_flight:
-            self._show(self._in_flight[0], step, record, began)
+        while self.in_flight:
+            self._show(self.in_flight[0], step, record, began)
             began = self._device.mark(), self._device.clock.now()
 
     # --- visible ---------------------------------------------------------------------------------------------------
@@ -253,14 +251,14 @@ class Windows:
         They cross the link when they are finished and there is staging memory for them on the device.
         """
         self._arrivals.most_bytes = self.config.staging_bytes
-        self._arrivals.want(flight.job for flight in self._in_flight if flight.due <= step)
+        self._arrivals.want(flight.job for flight in self.in_flight if flight.due <= step)
 
     def apply(self, step: int, record: StepRecord, *, everything: bool = False) -> None:
         """Make visible what is due after a step (or everything that is in flight).
 
         Where a host update is late, its wait is left to whoever uses the weight first, if there is a module.
         """
-        for flight in [one for one in self._in_flight if not one.late and (everything or one.due <= step)]:
+        for flight in [one for one in self.in_flight if not one.late and (everything or one.due <= step)]:
             if self.waits is None or everything or not self.waits.leave(flight):
                 self._show(flight, min(step, flight.due), record, (self._device.mark(), self._device.clock.now()))
 
@@ -319,7 +317,7 @@ class Windows:
         self._arrivals.done(job)
         for weight, window in flight.parts():
             weight.in_flight.discard(window.part.index)
-        self._in_flight.remove(flight)  # not before, so that an exception loses nothing
+        self.in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds
         record.host_bytes += job.nbytes

@@ -184,6 +184,7 @@ class Weight:
     selected: set[int] = field(default_factory=set)
     slot: dict[int, int] = field(default_factory=dict)  # of each deferred column
     pending: set[int] | None = None  # the next selection
+    chosen: bool = False  # whether a gradient that counted has chosen columns
     log: list[Entry] = field(default_factory=list)
     due: dict[int, int] = field(default_factory=dict)  # applied column -> step after which it is visible
     due_decay: float = 1.0  # what the updates of the columns in `due` multiplied a weight with
@@ -234,6 +235,8 @@ class Weight:
         self.master = matrix(self.param.detach(), self.transposed).float().clone()
         self.moments = tuple(torch.full_like(self.master, value) for value in self.initial)
         self.counts = [0] * self.columns
+        self.select(set(self.offloaded[: self.selected_count]))
+        self.chosen = not self.selects
 
     def leave(self) -> None:
         """Remember the weight, for `follow_writes`."""
@@ -563,9 +566,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         every = AUTO_SELECT_INTERVAL if self.config.select_interval == "auto" else self.config.select_interval
         if weight.master is None:
             weight.start()
-            weight.select(weight.top(importance))
-        elif weight.selects and (self._step - 1) % every == 0:
+        if weight.selects and ((self._step - 1) % every == 0 or not weight.chosen):
             weight.pending = set(weight.selected) if skipped else weight.top(importance)
+            weight.chosen = weight.chosen or not skipped
         grad = grad.float().clone() if factor is None else grad.float() * factor
         hyper = self._hypers[weight.group]
         if weight.slot:

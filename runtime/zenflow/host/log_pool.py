@@ -61,7 +61,7 @@ class LogPool:
         self._error: BaseException | None = None
         self._taken: dict[Extents, bool] = {}  # and whether they were promised
         self._older: set[Extents] = set()  # taken before the capacity fell
-        self._peak_bytes = self._reserved_bytes = 0
+        self.peak_allocated_bytes = self._reserved_bytes = 0
         self._segments: list[torch.Tensor] = []
         self._bases: list[int] = []  # ascending: their addresses
         self.resize(capacity_bytes)
@@ -85,10 +85,6 @@ class LogPool:
     def taken_bytes(self) -> int:
         """Padded bytes of all that is taken."""
         return self._places.taken_bytes
-
-    @property
-    def peak_allocated_bytes(self) -> int:
-        return self._peak_bytes
 
     def take(self, nbytes: int, timeout_s: float | None = None) -> Extents:
         """Find a place for an entry; blocks until there is one, at most `timeout_s` seconds (None: for ever).
@@ -227,7 +223,7 @@ class LogPool:
             base = self._places.add_segment(nbytes, expected=expected)
             self._bases.append(base)
             self._segments.append(segment)
-            self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
+            self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
             self._changed.notify_all()
         return base
 

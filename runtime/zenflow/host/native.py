@@ -42,7 +42,7 @@ class NativeBackend(Backend):
     def __init__(self, native: ModuleType, cpus: list[int]) -> None:
         """Start the threads; raises HostEngineError if they could not be started."""
         self._native = native
-        self._engine = self._start_threads(cpus)
+        self.engine = self._start_threads(cpus)
         self.threads = len(cpus)
         self._numbers = itertools.count(1)
         self._states: dict[int, tuple[Rule, ColumnState]] = {}
@@ -51,16 +51,11 @@ class NativeBackend(Backend):
 
     @property
     def alive(self) -> bool:
-        return self._engine.alive
-
-    @property
-    def engine(self) -> _native.Engine:
-        """The native object, for tests that inject faults."""
-        return self._engine
+        return self.engine.alive
 
     def allocate(self, nbytes: int, interval_bytes: int) -> NDArray[np.uint8]:
         try:
-            return self._engine.allocate(nbytes, interval_bytes)
+            return self.engine.allocate(nbytes, interval_bytes)
         except MemoryError:
             raise MemoryError(f"the host engine could not get {nbytes} bytes of host memory") from None
         except RuntimeError as error:
@@ -69,7 +64,7 @@ class NativeBackend(Backend):
     def register(self, rule: Rule, state: ColumnState) -> int:
         handle = next(self._numbers)
         self._states[handle] = rule, state
-        self._weights[handle] = _register(self._engine, rule, state)
+        self._weights[handle] = _register(self.engine, rule, state)
         return handle
 
     def forget(self, handle: int) -> None:
@@ -80,7 +75,7 @@ class NativeBackend(Backend):
 
         def change() -> None:
             self._weights = {handle: _register(engine, *known) for handle, known in self._states.items()}
-            before, self._engine = self._engine, engine
+            before, self.engine = self.engine, engine
             self.threads = len(cpus)
             before.close()
 
@@ -93,17 +88,17 @@ class NativeBackend(Backend):
 
     def finish(self, ticket: int) -> HostSpan:
         try:
-            while (span := self._engine.wait(ticket, _POLL_S)) is None:
+            while (span := self.engine.wait(ticket, _POLL_S)) is None:
                 pass
         finally:
             del self._held[ticket]
         return HostSpan(*span)
 
     def stop(self) -> None:
-        self._engine.stop()
+        self.engine.stop()
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
     def _start_threads(self, cpus: list[int]) -> _native.Engine:
         try:
@@ -115,7 +110,7 @@ class NativeBackend(Backend):
     def _submit(self, task: Task) -> int:
         handle = self._weights[task.columns.handle]
         if isinstance(task, Update):
-            return self._engine.update(
+            return self.engine.update(
                 handle,
                 [self._part(part) for part in task.parts],
                 mean=None if task.closing is None else (task.closing.numbers, _decay(task.parts[0])),
@@ -124,10 +119,10 @@ class NativeBackend(Backend):
             )
         if isinstance(task, ReadMasters):
             dtype = _DTYPES[task.weights.dtype]
-            return self._engine.read(
+            return self.engine.read(
                 handle, task.slots.start, len(task.slots), task.weights.data_ptr(), dtype, task.keep
             )
-        return self._engine.unpack(handle, task.slots.numpy(), task.packed.data_ptr())
+        return self.engine.unpack(handle, task.slots.numpy(), task.packed.data_ptr())
 
     def _part(self, part: Targets) -> _native.Part:
         entries = []

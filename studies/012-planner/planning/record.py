@@ -53,8 +53,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, stream: str | None) -> None:
         storage = tensor.untyped_storage()
-        if tensor.device.type != "cpu" or not storage.nbytes():
-            return
+        if tensor.device.type != "cpu" or not storage.nbytes() or torch._C._is_cow_tensor(tensor):
+            return  # a lazy copy has no memory until somebody writes
         with self._lock:
             address = storage._cdata
             if address in self._known:

@@ -52,7 +52,7 @@ class Weight:
         return self.selected_index
 
 
-class CountingStager(ColumnStager):
+class CountingStager(ColumnStager[Any]):
     staged = restored = voided = 0
 
     def restore(self, staged: Staged) -> Tensor:

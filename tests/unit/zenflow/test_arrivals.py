@@ -12,7 +12,7 @@ import torch
 from tests.support.tiers import repeated
 from tests.support.zenflow.cases import assert_same, case_of, run
 from zenflow import ZenFlowAdamW, ZenFlowConfig
-from zenflow.device import CpuDevice, Transfer
+from zenflow.device import CpuDevice, HostSpan, Mark, Transfer
 from zftune.emulation import EmulatedAccelerator, Rig
 
 
@@ -97,3 +97,41 @@ def test_no_more_waits_for_the_link_in_the_first_step_than_in_later_ones_arrives
     optimizer.close()
     assert nbytes // 16 < peaks[0] <= nbytes // 8 + selections
     assert peaks[-1] > nbytes // 2  # gradients of a step, as many as there are
+
+
+class BothWays(HeldLink):
+    """Counts what was asked for and is not done with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coming_bytes = self.peak_coming_bytes = 0
+
+    def h2d(self, source: torch.Tensor, after: HostSpan, asked: Mark) -> tuple[Transfer, torch.Tensor]:
+        self.coming_bytes += source.nbytes
+        self.peak_coming_bytes = max(self.peak_coming_bytes, self.coming_bytes)
+        return super().h2d(source, after, asked)
+
+    def join(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        super().join(transfer, tensor)
+        self.coming_bytes -= tensor.nbytes
+
+
+def test_columns_change_tier_within_staging_bytes() -> None:
+    weights = [torch.nn.Parameter(torch.randn(32, 64)) for _ in range(6)]
+    state = 32 * (3 * 32 + 1) * 4  # of half of a weight's columns
+    device = BothWays()
+    config = ZenFlowConfig(topk_ratio=0.5, update_interval=2, staging_bytes=2 * state, host_threads=1)
+    optimizer = ZenFlowAdamW(weights, config=config, device=device)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+            weight.grad[:, 32:] *= 10  # not the columns that are selected at first
+        optimizer.step()
+        held = device.peak_bytes_held
+        device.let_through(None)
+    moved = optimizer.history(wait=True)[-1].migrated_bytes
+    gradients = sum(weight.nbytes for weight in weights) // 2
+    optimizer.close()
+    assert moved == 2 * 6 * state
+    assert device.peak_coming_bytes == 2 * state
+    assert 2 * state <= held <= gradients + 2 * state + 4096  # selections

@@ -72,7 +72,8 @@ def test_warm_up_and_flush_close_at_once() -> None:
 def test_selection_ties_nonfinite_and_time_of_effect() -> None:
     weight, optimizer = single(topk_ratio=0.5, update_interval=3, select_interval=2)
     changed(weight, optimizer, [2.0, math.inf, 2.0, 2.0])
-    assert optimizer.selected(weight) == [0, 2]  # ties to the lower column, infinity counts as nothing
+    assert optimizer.selected(weight) == [0, 1]  # the first columns, until the first close
+    assert optimizer._weights[0].pending == {0, 2}  # ties to the lower column, infinity counts as nothing
     changed(weight, optimizer, [0.0, 0.0, 9.0, 9.0])  # step 2: not a step of selection
     changed(weight, optimizer, [1.0, 9.0, 2.0, 8.0])  # step 3: selection, and the same step closes
     assert optimizer.selected(weight) == [1, 3]
@@ -131,17 +132,17 @@ def test_another_split_closes_at_once_and_chooses_by_the_newest_gradient() -> No
 def test_a_weight_whose_own_plan_stays_keeps_its_slots_and_resolves_its_selection() -> None:
     # 0.3 and 0.4 of 3 columns are both 1; of 10 columns they are 3 and 4.
     weights = [nn.Parameter(torch.ones(1, 3)), nn.Parameter(torch.ones(1, 10))]
-    config = ZenFlowConfig(topk_ratio=0.3, update_interval=4, select_interval=2)
+    config = ZenFlowConfig(topk_ratio=0.3, update_interval=2, select_interval=2)
     optimizer = ReferenceAdamW(weights, config=config)
-    for loud in (2, 2, 0, 1):  # columns of the first weight; step 3 selects
+    for loud in (2, 2, 1, 0):  # columns of the first weight; steps 1 and 3 select, 2 and 4 close
         for weight in weights:
             weight.grad = torch.ones_like(weight)
             weight.grad[0, loud] = 9.0
-        if loud == 1:
+        if loud == 0:
             optimizer.set_knobs(topk_ratio=0.4)
         optimizer.step()
-    assert optimizer.selected(weights[0]) == [0]
-    assert optimizer._weights[0].slot == {2: 0, 1: 1}  # a column that leaves gives its slot to the one that comes
+    assert optimizer.selected(weights[0]) == [1]
+    assert optimizer._weights[0].slot == {2: 0, 0: 1}  # a column that leaves gives its slot to the one that comes
     assert optimizer.selected(weights[1]) == [0, 1, 2, 3]
 
 
@@ -158,7 +159,7 @@ def test_an_added_group_flushes_and_starts_with_its_own_first_gradient() -> None
     extra.grad = torch.tensor([[1.0, 9, 1, 1]])
     changed(weight, optimizer, [1.0, 1, 9, 1])
     assert optimizer.selected(extra) == [1]
-    assert extra.detach().tolist() == [[1.0, 0.5, 1.0, 1.0]]
+    assert extra.detach().tolist() == [[0.5, 0.5, 1.0, 1.0]]  # the first was selected, the second is what leaves
     assert optimizer.closing_steps == [3]
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [weight]})

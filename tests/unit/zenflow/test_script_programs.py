@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -127,6 +127,10 @@ class Interpreter:
             self.run.optimizer.set_knobs(**knobs)
 
 
+MADE_RESIDENT = [("train",), ("knobs", {"offload_ratio": 0.5}), ("train",), ("write", "rebind", 0, 0.5), ("train",)]
+
+
+@example((SETTINGS[0], False, MADE_RESIDENT))
 @settings(max_examples=examples(34), deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_a_random_script_reads_what_its_oracle_reads(program: tuple[Setting, bool, list[Operation]]) -> None:

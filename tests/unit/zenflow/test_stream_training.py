@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.oracle import ReferenceAdamW
 from tests.support.tiers import combinations
 from tests.support.zenflow.cases import same_bits
 from tests.support.zenflow.small import Stack, assert_same_run, seeded, tokens_of, train
 from tests.support.zenflow.stream_cases import DEVICES, MODELS, device_of
-from zenflow import UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow import HostMemoryError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig
+from zenflow.runtime import Runtime
 from zenflow.standin import GradientPlaceholder
 from zftune.emulation import EmulatedAccelerator, Rig
 
@@ -84,15 +86,105 @@ def in_both_ways(do: Callable[[Run], None], **knobs: Any) -> None:
     assert all(bool(same_bits(a, b).all()) for a, b in zip(*weights, strict=True))
 
 
-def test_gradients_leave_from_the_second_step_on() -> None:
+def test_gradients_leave_from_the_first_step_on() -> None:
     run = Run()
     gone = []
     for _ in range(3):
         run.backward()
         gone.append(run.gone)
         run.step()
-    assert gone == [0, 6, 6]
+    assert gone == [6, 6, 6]
     run.optimizer.close()
+
+
+def _write(run: Run) -> None:
+    with torch.no_grad():
+        run.model.head.weight.mul_(0.5)
+
+
+def _load(run: Run) -> None:
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+def _add(run: Run) -> None:
+    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 8))]})
+
+
+def _begin_again(run: Run) -> None:
+    run.optimizer.zero_grad()
+    run.backward()
+
+
+BEFORE_THE_FIRST_STEP: dict[str, Callable[[Run], object]] = {
+    "write": _write,
+    "rebind": lambda run: setattr(run.model.head.weight, "data", run.model.head.weight.data * 0.5),
+    "load": _load,
+    "add a group": _add,
+    "another split": lambda run: run.optimizer.set_knobs(topk_ratio=0.5, offload_ratio=0.5),
+    "everything selected": lambda run: run.optimizer.set_knobs(topk_ratio=1.0),
+    "flush": lambda run: run.optimizer.flush(),
+    "begin again": _begin_again,
+    "accumulate": Run.backward,
+    "freeze": lambda run: run.model.head.weight.requires_grad_(False),
+    "drop": lambda run: setattr(run.model.head.weight, "grad", None),
+}
+
+
+@pytest.mark.parametrize("what", BEFORE_THE_FIRST_STEP)
+def test_what_comes_between_the_first_backward_and_the_first_step(what: str) -> None:
+    def do(run: Run) -> None:
+        run.backward()
+        BEFORE_THE_FIRST_STEP[what](run)
+        run.step()
+        for _ in range(7):
+            run.backward()
+            run.step()
+
+    in_both_ways(do)
+
+
+def test_a_host_that_is_too_small_is_said_by_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise HostMemoryError("the host has no memory")
+
+    run = Run()
+    monkeypatch.setattr(Runtime, "fitting", refuse)
+    run.backward()
+    assert run.gone == 0
+    with pytest.raises(HostMemoryError, match="the host has no memory"):
+        run.step()
+    monkeypatch.undo()
+    run.step()  # nothing was lost
+    run.backward()
+    run.step()
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_first_step_that_counts_selects(resumed: bool) -> None:
+    """As under GradScaler, which mostly skips the first steps."""
+    torch.manual_seed(4)
+    config = ZenFlowConfig(topk_ratio=0.25, update_interval=4, select_interval=1000)
+    weights = [torch.nn.Parameter(torch.randn(5, 12)), torch.nn.Parameter(torch.randn(12, 5))]
+    ours = ZenFlowAdamW(weights, config=config)
+    others = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    oracle = ReferenceAdamW(others, config=config)
+    skips = (True, True, False, False, True, False, False, False, False)
+    for step, skipped in enumerate(skips):
+        loud = torch.zeros(12)
+        loud[step : step + 3] = 10.0
+        for weight, other in zip(weights, others, strict=True):
+            other.grad = torch.randn_like(weight) * (1 + loud[: weight.shape[1]])
+            (weight * other.grad).sum().backward()  # so that the gradient leaves
+        ours.found_inf = oracle.found_inf = torch.tensor(float(skipped))  # type: ignore[attr-defined]
+        ours.step()
+        oracle.step()
+        ours.zero_grad()
+        assert all(bool(same_bits(a.detach(), b.detach()).all()) for a, b in zip(weights, others, strict=True)), step
+        if step == 1 and resumed:
+            ours.load_state_dict(ours.state_dict())
+    assert oracle.selected(others[0]) == [2, 3, 4]  # of step 3, at the close of step 4
+    ours.close()
 
 
 def test_knobs_that_move_columns_between_backward_and_step() -> None:
@@ -122,7 +214,7 @@ def test_accumulation_whether_announced_or_not() -> None:
 def test_saving_and_going_on_in_the_middle_of_a_window() -> None:
     def clipped_step(run: Run, step: int) -> None:
         run.backward()
-        assert run.gone == (6 if step else 0)
+        assert run.gone == 6
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.05 * (1 + step))
         run.model.head.weight.grad.mul_(0.5)  # so that not all weights have the same factor
         run.step()
