@@ -67,7 +67,8 @@ def plan(
     replicate: _Replicate = False,
     stage: _Stage = 3,
     seq: Annotated[int, typer.Option(help="Tokens a sequence.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Sequences a step on each GPU.")] = 1,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a pass on each GPU.")] = 1,
+    accumulation: Annotated[int, typer.Option(help="Passes a step (gradient_accumulation_steps), on one GPU.")] = 1,
     checkpointing: _Checkpointing = False,
     reshard: _Reshard = True,
     dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
@@ -94,6 +95,7 @@ def plan(
         stage=stage,
         seq=seq,
         micro_batch=micro_batch,
+        accumulation=accumulation,
         checkpointing=checkpointing,
         reshard=reshard,
         compute_ms=compute_ms,
@@ -139,6 +141,7 @@ def _job(
     network_gbps: float | None,
     seq: int,
     micro_batch: int,
+    accumulation: int,
     compute_ms: float | None,
     **more: Any,
 ) -> Job:
@@ -151,10 +154,13 @@ def _job(
         ("--nodes", nodes, _MOST_GPUS),
         ("--seq", seq, _LONGEST),
         ("--micro-batch", micro_batch, _LARGEST),
+        ("--accumulation", accumulation, _LARGEST),
     ):
         if not 1 <= value <= most:
             raise BadInputError.of(option, value, f"an integer from 1 to {most}")
-    given = {"network_gbps": network_gbps, "compute_ms": compute_ms, **more}
+    if accumulation > 1 and gpus * nodes > 1:
+        raise BadInputError(f"--accumulation {accumulation} needs one GPU: of several it is not planned")
+    given = {"network_gbps": network_gbps, "compute_ms": compute_ms, "accumulation": accumulation, **more}
     return Job(seq=seq, micro_batch=micro_batch, gpus=gpus, nodes=nodes, **given)
 
 

@@ -99,7 +99,7 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
         "h2d": rates.up_ms(own) / window,
         "host": rates.host_ms(own, window) / window,
     }
-    if thread_ms := rates.thread.step_ms(split, window):
+    if thread_ms := rates.thread.step_ms(split, window, rates.accumulation):
         loads["thread"] = thread_ms
     if rates.ranks > 1:
         loads["comm"] = collective_ms(rates, split)

@@ -147,7 +147,7 @@ def device_bytes(
     frozen = segments([model.element_bytes * (model.parameters - model.trainable) // among])
     state = segments(size for sizes in _state_tensors(model, plan, ranks) for size in sizes)
     steady = _steady(model, plan, job, config, packed=packed, arrived=arrived)
-    first = {} if job.keeps_whole else _first_step(model, plan, config, ranks)
+    first = {} if job.keeps_whole or ranks == 1 else _first_step(model, plan, config, ranks)
     return {
         "context": CONTEXT_BYTES,
         "weights": weights + frozen,
@@ -208,7 +208,7 @@ def _gathered_bytes(model: ModelFacts, config: ZenFlowConfig, job: Job) -> int:
 
 
 def _gradients(model: ModelFacts, plan: ModelPlan, *, streams: bool) -> tuple[list[int], list[int], int]:
-    """By stage: bytes that a step keeps of its gradients, the largest gradient in full, and the largest of all."""
+    """By stage: bytes that a pass leaves of its gradients, the largest gradient in full, and the largest of all."""
     kept, largest = [0] * (model.layers + 1), [0] * (model.layers + 1)
     for shape, weight, stage in zip(model.weights, plan.weights, model.stages, strict=True):
         whole = model.element_bytes * math.prod(shape)
@@ -222,10 +222,13 @@ def _steady(
     model: ModelFacts, plan: ModelPlan, job: Job, config: ZenFlowConfig, *, packed: float, arrived: float
 ) -> dict[str, int]:
     """The greatest need of a steady backward: activations shrink as gradients grow."""
-    acts = activations(model, job)
+    acts, ranks = activations(model, job), job.shards
     streams = config.stream and not job.keeps_whole
+    if streams and ranks == 1:  # the first step: masters and gradients wait, as much as may
+        packed = max(packed, min(_deferred_bytes(model, plan), config.staging_bytes))
+    whole = model.element_bytes * model.trainable if job.accumulation > 1 else 0
     kept, largest, _ = _gradients(model, plan, streams=streams)
-    layers, ranks = model.layers, job.shards
+    layers = model.layers
     units = [model.element_bytes * elements for elements in totals_of(model, config).reduced]
     per_layer = acts.checkpoint if job.checkpointing else acts.layer
     most, best = -1, (0, 0)
@@ -234,7 +237,9 @@ def _steady(
         gradients += kept[stage]
         working = acts.head if stage == layers else acts.working + (acts.layer if job.checkpointing else 0)
         held = per_layer * min(stage + 1, layers) + working
-        if job.keeps_whole:  # nothing leaves before all of them are there
+        if whole:  # of the passes before; what is added to it, and what is packed
+            made = whole + 2 * largest[stage]
+        elif job.keeps_whole:  # nothing leaves before all of them are there
             made = gradients + largest[stage]
         elif ranks == 1:  # three: the weight's gradient as it is made, in full, and packed
             made = gradients + 3 * largest[stage]
@@ -245,6 +250,10 @@ def _steady(
     if job.keeps_whole:  # two buckets on their way, and what a rank gets of each
         bucket = model.element_bytes * max(totals_of(model, config).exchanged)
         best = max(best, (0, gradients + 2 * (bucket + bucket // ranks)), key=sum)
+    if selected := sum(weight.selected * weight.rows for weight in plan.weights if weight.deferred):
+        # Columns that change tier, nearly all at the first close: their state down and up, each as much as may wait.
+        moved = 2 * min(_STATE * selected // ranks, config.staging_bytes)
+        best = max(best, (0, gradients // ranks + moved), key=sum)
     held, made = best
     return {
         "activations": round(held * (1 + _SPLINTERS)),
@@ -255,7 +264,7 @@ def _steady(
 
 
 def _first_step(model: ModelFacts, plan: ModelPlan, config: ZenFlowConfig, ranks: int) -> dict[str, int]:
-    """The first step keeps every gradient in full: weights are split only in it. Activations are gone then.
+    """Of several ranks the first step keeps every gradient in full: weights are split in it. Activations are gone then.
 
     Columns that wait for the link, masters and then gradients, are as many as arrive at a time in later steps.
     """

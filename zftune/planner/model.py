@@ -332,7 +332,9 @@ class Job:
 
     seq: int = 2048
     micro_batch: int = 1
-    """Sequences a step on each GPU."""
+    """Sequences of a pass on each GPU."""
+    accumulation: int = 1
+    """Passes a step (gradient_accumulation_steps), on one GPU."""
     gpus: int = 1
     """Of each machine."""
     stage: int = 3
@@ -357,7 +359,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step on each GPU."""
+        """Tokens of a pass on each GPU."""
         return self.seq * self.micro_batch
 
     @property

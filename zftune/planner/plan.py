@@ -68,6 +68,9 @@ def of_nothing(model: ModelFacts, machine: Machine, job: Job) -> list[str]:
     on_host = _of_host(need)
     if need.device_bytes > device:
         first = " (in the first step, which keeps every gradient)" if not need.device_by_use["activations"] else ""
+        if job.accumulation > 1:
+            whole = size(model.element_bytes * model.trainable)
+            first = f" ({whole} of that for gradients, which --accumulation {job.accumulation} keeps from pass to pass)"
         over, free = size(need.device_bytes - device), _free(machine.device_memory_bytes, device)
         short.append(f"{over} more of a GPU's memory than the {size(device)} that it may use{free}{first}")
         answers.append(_for_device(model, machine, job))
@@ -130,6 +133,8 @@ def _ladders(machine: Machine, job: Job) -> list[list[Step]]:
     more = [job.gpus * 2**power for power in range(1, machine.gpus.bit_length())]
     gpus = [(f"--gpus {each}", replace(job, gpus=each)) for each in more if each <= machine.gpus]
     rows = [("--stage 3", replace(job, stage=3))] if job.keeps_whole else []
+    if job.accumulation > 1:
+        return [[("--accumulation 1", replace(job, accumulation=1))], batches, lengths]
     return [batches, lengths, gpus, rows]
 
 

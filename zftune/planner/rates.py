@@ -55,10 +55,10 @@ class Thread:
             weight_ms=rig.thread_weight_us / 1e3, bucket_ms=rig.thread_bucket_us / 1e3, job_ms=rig.thread_job_us / 1e3
         )
 
-    def step_ms(self, split: Split, window: int) -> float:
+    def step_ms(self, split: Split, window: int, passes: int = 1) -> float:
         """Of a step, on average over a window."""
         calls = split.weights * self.weight_ms + split.buckets * (self.bucket_ms + self.job_ms / window)
-        return self.forward_ms + self.backward_ms + calls
+        return passes * (self.forward_ms + self.backward_ms) + calls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ class Rates:
     """Times and rates of one rank: its share of the host, its own link."""
 
     forward_ms: float
+    """Of one pass, as backward's."""
     backward_ms: float
     d2h_gbps: float
     h2d_gbps: float
@@ -93,6 +94,8 @@ class Rates:
     and nothing lies beside compute: FSDP2 leaves that to streams, and a processor has none.
     """
     element_bytes: int = 2
+    accumulation: int = 1
+    """Passes a step; gradients leave in the last one."""
     thread: Thread = Thread()
     link_in_host: bool = True
     """Whether the link's own traffic takes host memory bandwidth (not on a rig)."""
@@ -116,6 +119,7 @@ class Rates:
             reshard=job.reshard,
             keeps_whole=job.keeps_whole,
             element_bytes=model.element_bytes,
+            accumulation=job.accumulation,
             thread=Thread.of(model, machine, job),
         )
 
@@ -153,7 +157,7 @@ class Rates:
     @property
     def compute_ms(self) -> float:
         """The compute of a step, c."""
-        return self.forward_ms + self.backward_ms
+        return self.accumulation * (self.forward_ms + self.backward_ms)
 
     def streams(self, config: ZenFlowConfig) -> bool:
         """Whether gradients leave during backward: with whole weights they are averaged after it."""
@@ -236,7 +240,7 @@ class Rates:
 
 
 def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, float]:
-    """Forward and backward of a step: as measured, else by arithmetic at the share that training achieves.
+    """Forward and backward of a pass: as measured, else by arithmetic at the share that training achieves.
 
     2 operations an element and token forward, 4 backward, and those that it does again; attention's products beside
     them. No pass is shorter than reading all weights once takes (backward: and writing gradients).
@@ -246,7 +250,8 @@ def compute_ms(model: ModelFacts, machine: Machine, job: Job) -> tuple[float, fl
     products, again = products_of(model, job)
     passes = 2.0 + again / products  # of backward, in units of forward
     if job.compute_ms is not None:
-        return job.compute_ms / (1 + passes), job.compute_ms * passes / (1 + passes)
+        forward = job.compute_ms / job.accumulation / (1 + passes)
+        return forward, forward * passes
     forward = products / (machine.compute_tflops * machine.compute_share * 1e12) * 1e3
     read = model.element_bytes * model.parameters / machine.device_gbps / 1e6
     return max(forward, read), max(passes * forward, (3 + job.checkpointing) * read)

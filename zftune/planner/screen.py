@@ -82,7 +82,8 @@ def _verdict(document: Document, width: int) -> RenderableType:
     model, job, machine = document["model"], document["job"], document["machine"]
     gpus = "".join(f"{job[name]} x " for name in ("nodes", "gpus") if job[name] > 1)
     subject = f"{model['name']} · {amount(model['parameters'])} parameters · {model['dtype']}"
-    batch = f"{job['micro_batch']} × {job['seq']} tokens{', checkpointing' if job['checkpointing'] else ''}"
+    passes = f"{job['accumulation']} × " if job["accumulation"] > 1 else ""
+    batch = f"{passes}{job['micro_batch']} × {job['seq']} tokens{', checkpointing' if job['checkpointing'] else ''}"
     return Panel(
         Group(*sentences),
         title=Text.assemble(("zftune plan", "bold"), f" · {subject}"),

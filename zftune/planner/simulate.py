@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -31,6 +31,8 @@ from zftune.planner.resources import Collectives, Log, Server, StagingBytes
 from zftune.planner.split import Piece, Split
 
 _LEAST_STEPS = 24
+_STATE = 12
+"""Bytes of a column's element that changes tier: master and moments."""
 _LEAST_WINDOWS = 4
 
 
@@ -139,6 +141,8 @@ class _Pipeline:
         self.rates, self.split, self.config = rates, split, config
         self.window = config.longest_window
         self.streams = rates.streams(config)
+        self.begins = False
+        """Whether this is the first step."""
         self.steady = False
         self.state = _State()
         own = split.deferred / rates.ranks
@@ -185,10 +189,11 @@ class _Pipeline:
         warm = windows // 2 * self.window
         ends: list[float] = []
         for step in range(1, windows * self.window + 1):
-            self.streams = (
-                self.rates.streams(self.config) and step > 1
-            )  # the first gradients begin the weights, in `step()`
+            # Of several ranks the first gradients begin the weights in `step()`.
+            self.streams = self.rates.streams(self.config) and (step > 1 or self.rates.ranks == 1)
+            self.begins = step == 1
             self._forward()
+            self._accumulate()
             self._backward()
             self._step(step)
             ends.append(self.state.now)
@@ -227,6 +232,14 @@ class _Pipeline:
             if stage < layers:
                 self._launch(self.rates.thread.forward_ms, self.rates.forward_ms / layers)
                 state.now += self.rates.forward_ms / layers
+
+    def _accumulate(self) -> None:
+        """The other passes of a step, from which nothing leaves."""
+        more, thread = self.rates.accumulation - 1, self.rates.thread
+        calls = more * (thread.forward_ms + thread.backward_ms)
+        duration = more * (self.rates.forward_ms + self.rates.backward_ms)
+        self.state.call(calls, queued=min(calls, duration))
+        self.state.now += duration
 
     def _launch(self, thread_ms: float, pad: float) -> None:
         """Launch a layer's share of a pass, which takes the device `pad` and may begin with the first launch."""
@@ -308,6 +321,7 @@ class _Pipeline:
         """Pack a piece and queue its copy; what waits in backward still has half a layer to work off."""
         state, (pack_ms, down_ms, nbytes, log_bytes) = self.state, self.sends[number]
         state.call(self.split.pieces[number].buckets * self.rates.thread.bucket_ms, queued=ahead / 2)
+        self._read_masters([self.split.pieces[number]] if self.streams else ())
         if self.streams and (room := self.staging.when(state.thread, nbytes, alone=True)) > state.thread:
             state.wait(room, "d2h", queued=ahead / 2)
         packed_at = state.now
@@ -341,8 +355,7 @@ class _Pipeline:
             state.stand(self.network.add_up(state.now, self.rates.add_up_ms(self.split.words)), "comm")
         elif self.rates.keeps_whole:
             state.stand(state.now + self.rates.add_up_ms(self.split.words), "comm")
-        if step == 1:
-            self._read_masters()
+        self._read_masters(() if self.streams else self.split.pieces)
         behind = state.last_down > state.thread
         if behind:
             self._update()
@@ -365,9 +378,9 @@ class _Pipeline:
         """A collective of each bucket of whole weights, one after the other, beside no compute."""
         self.state.stand(self.state.now + sum(map(duration_ms, self.split.exchanged)), "comm")
 
-    def _read_masters(self) -> None:
-        """The host takes the weights over, once; which of several cycles follows may depend on it."""
-        for piece in self.split.pieces:
+    def _read_masters(self, pieces: Iterable[Piece]) -> None:
+        """The host takes weights over, in the first step; which of several cycles follows may depend on it."""
+        for piece in pieces if self.begins else ():
             own = piece.elements / self.rates.ranks
             _, end = self.state.down.serve(self.state.now, self.rates.down_ms(own))
             self.state.host.serve(end, self.rates.read_ms(own))
@@ -387,6 +400,7 @@ class _Pipeline:
         # Whether ranks skip the step they know at its end, and the host behind all of its gradients.
         told = state.down.free_at if self.network is not None and self.streams else 0.0
         inputs = [max(told, *pair) for pair in zip(arrived, self.copied, strict=True)]
+        self._exchange_columns(step, told)
         left = list(self.needed)
         chosen = max(state.now, self.begun, told)
         in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
@@ -406,6 +420,18 @@ class _Pipeline:
         state.flights += [flights[number] for number in self.needed]
         if synchronous:
             self._apply_synchronously(step, in_turn=in_turn)
+
+    def _exchange_columns(self, step: int, told: float) -> None:
+        """At the first close nearly all selected columns are others than those that training began with."""
+        selected = self.split.selected / self.rates.ranks
+        if step > self.window or not selected or not self.split.deferred:
+            return
+        state, streams = self.state, _STATE / self.rates.element_bytes
+        there = max(state.now, state.down.free_at, told)
+        _, updated = state.host.serve(there, self.rates.host_ms(selected, self.window, self.updates))
+        state.down.serve(there, self.rates.down_ms(streams * selected))
+        _, end = state.up.serve(updated, self.rates.up_ms(streams * selected))
+        state.thread, state.now = max(state.thread, end), max(state.now, end)
 
     def _rest_comes_soon(self, inputs: list[float], now: float) -> bool:
         """Whether the link brings the rest before the host could do two buckets of average size: then it waits."""

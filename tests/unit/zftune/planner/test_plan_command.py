@@ -182,7 +182,7 @@ def with_options(job: Job, options: str) -> Job:
 
 UNFITTING = [
     ("Qwen2.5-3B", "rtx4090", Job(seq=4096, micro_batch=2)),
-    ("Llama-2-7B", "rtx4090", Job(checkpointing=True)),
+    ("Qwen2.5-7B", "rtx4090", Job(checkpointing=True)),
     ("Qwen2.5-3B", "rtx4090", Job(seq=16384, checkpointing=True)),
     ("Llama-2-13B", "a100-80-sxm", Job(micro_batch=4)),
     ("Llama-2-70B", "a100-80-sxm", Job(gpus=4)),
@@ -199,7 +199,7 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
 
     assert needs("") > device
     found = remedies(facts, place, job)
-    assert bool(found) == (model != "Llama-2-7B")
+    assert bool(found) == (model != "Qwen2.5-7B")
     for one in found:
         assert needs(one.option) == one.device_bytes <= device
         assert not (job.checkpointing and "--checkpointing" in one.option)
@@ -211,7 +211,7 @@ def test_what_would_do_does_and_less_of_it_would_not(model: str, machine: str, j
 
 
 SMALL_HOSTS = [
-    ("Llama-2-7B", "h100-sxm", Job(checkpointing=True), "With these GPUs"),
+    ("Llama-3-8B", "h100-sxm", Job(), "With these GPUs"),
     ("Llama-2-13B", "rtx4090", Job(seq=1024, checkpointing=True), "Even --micro-batch 1"),
     ("Qwen2.5-14B", "a100-80-sxm", Job(micro_batch=8), "What would do with"),
     ("Qwen2.5-7B", "h100-sxm", Job(gpus=1), "With these GPUs"),
@@ -276,7 +276,7 @@ def test_memory_that_is_named_is_rounded_up_and_leaves_enough_free(needed: int) 
 
 
 def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
-    facts, place, job = ModelFacts.from_name("Llama-2-7B"), Machine.load("rtx4090"), Job(checkpointing=True)
+    facts, place, job = ModelFacts.from_name("Qwen2.5-7B"), Machine.load("rtx4090"), Job(checkpointing=True)
     weights = 2 * facts.parameters
     least = predict(facts, place, job, SMALLEST).memory
     needed = round((least.host_bytes + least.migration_bytes + weights) / 0.9)

@@ -249,7 +249,7 @@ def test_stalls_are_those_that_study_009_measured(measured: dict[str, Any]) -> N
     assert waited == pytest.approx(measured["stall_ms"], abs=off * measured["step_ms"])
 
 
-TIGHT = (("slow-link", "s2-k0.05"), ("slow-link", "s2-k0.2"), ("qwen2.5-1.5b-2xa100", "s4-k0.2"))
+TIGHT = {("qwen2.5-1.5b-2xa100", "s4-k0.2"): 12e-3, ("host-bound", "s4-k0.2"): 9e-3}
 
 
 @pytest.mark.parametrize("measured", emulated_steps("012-planner"), ids=lambda one: f"{one['rig']}-{one['setting']}")
@@ -257,5 +257,5 @@ def test_steps_are_those_that_study_012_measured(measured: dict[str, Any]) -> No
     config = ZenFlowConfig(**measured["knobs"])
     found = simulate(rig_rates(measured["rig"]), split_of(ModelFacts.from_name("tiny"), config), config)
     # Where the log is tight, which cycle a run falls into depends on how it began.
-    tight = (measured["rig"], measured["setting"]) in TIGHT
-    assert found.step_ms == pytest.approx(measured["step_ms"], rel=7e-3 if tight else 4e-3)
+    off = TIGHT.get((measured["rig"], measured["setting"]), 4e-3)
+    assert found.step_ms == pytest.approx(measured["step_ms"], rel=off)
