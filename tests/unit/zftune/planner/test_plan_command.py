@@ -289,6 +289,27 @@ def test_advice_takes_no_more_of_the_host_than_there_is() -> None:
     assert "offload_param" not in short
 
 
+def test_a_7b_model_fits_24_gb_but_not_with_accumulation() -> None:
+    arguments = ["--model", "Llama-2-7B", "--hardware", "rtx4090", "--checkpointing"]
+    fits = CliRunner().invoke(APP, arguments)
+    assert fits.exit_code == 0
+    short = CliRunner().invoke(APP, [*arguments, "--accumulation", "8"])
+    assert short.exit_code == 1
+    said = unwrapped(short.output)
+    assert "(13.5 GB of that for gradients, which --accumulation 8 keeps from pass to pass)" in said
+    assert "What would do: --accumulation 1 (19.1 GB of each GPU)." in said
+
+
+def test_passes_take_their_compute_and_send_once() -> None:
+    facts, place = ModelFacts.from_name("Qwen2.5-1.5B"), Machine.load("a100-80-sxm")
+    one, four = (predict(facts, place, Job(accumulation=passes), SMALLEST) for passes in (1, 4))
+    assert four.loads_ms["d2h"] == one.loads_ms["d2h"]
+    assert four.compute_ms > 3.5 * one.compute_ms
+    assert four.step_ms - four.compute_ms < one.step_ms - one.compute_ms + 1e-6  # more of it is hidden
+    measured = predict(facts, place, Job(accumulation=4, compute_ms=400.0), SMALLEST)
+    assert measured.compute_ms == pytest.approx(predict(facts, place, Job(compute_ms=400.0), SMALLEST).compute_ms)
+
+
 def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
     result = run("--host-memory", "4GB", "--gpu-memory", "6", "--seq", "512", "--json", "-")
     assert json.loads(result.stdout)["limits"]["host_bytes"] == round(0.9 * 4e9)
@@ -301,6 +322,8 @@ def test_memory_that_is_given_counts_instead_of_the_machines() -> None:
         (["--gpus", "0"], "--gpus is 0; it must be an integer from 1"),
         (["--gpus", "2"], "--gpus is 2; it must be an integer from 1 to 1"),
         (["--no-reshard"], "--no-reshard needs --gpus 2 or more"),
+        (["--accumulation", "0"], "--accumulation is 0; it must be an integer from 1"),
+        (["--hardware", "h100-sxm", "--gpus", "2", "--accumulation", "2"], "--accumulation 2 needs one GPU"),
         (["--nodes", "0"], "--nodes is 0; it must be an integer from 1"),
         (["--nodes", "2"], "--nodes 2 needs --network-gbps"),
         (["--network-gbps", "3"], "--network-gbps 3 needs --nodes 2 or more"),
