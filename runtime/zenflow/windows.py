@@ -87,9 +87,9 @@ class Windows:
             for weight, move in moves.items()
             if weight.deferred is not None
         }
+        self._arrivals.want(leaving.values())
         for weight, move in moves.items():
             weight.give_up_selected(move)
-        self._arrivals.want(leaving.values())
         in_turn = plan.synchronous and self.config.pipeline == "none"
         # The host takes what is there, and of that what is needed first. If it waited for the foremost weights behind a
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
