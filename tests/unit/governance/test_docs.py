@@ -144,7 +144,13 @@ def test_the_demo_prints_what_the_tutorial_shows(
     with pytest.raises(SystemExit):
         cli.main()
     shown, told = (_of_any_machine(text) for text in (capsys.readouterr().out, block.text))
-    assert shown.split() == told.split()  # lines may break elsewhere
+    words = [[word for word in text.split() if any(map(str.isalnum, word))] for text in (shown, told)]  # but for bars
+    assert [_NUMBER.sub("#", word) for word in words[0]] == [_NUMBER.sub("#", word) for word in words[1]]
+    figures = [[float(number.replace(",", "")) for word in part for number in _NUMBER.findall(word)] for part in words]
+    assert figures[0] == pytest.approx(figures[1], rel=0.03)  # processors differ in the last bit of a gradient
+
+
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def _of_any_machine(screen: str) -> str:
