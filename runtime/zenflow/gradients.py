@@ -418,3 +418,4 @@ class Gradients:
     def remove(self) -> None:
         """Take the hooks away; gradients that have left are lost."""
         self._streamer.remove()
+        self._groups = ()  # whose parameters are to be freed with their optimizer
