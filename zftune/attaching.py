@@ -41,7 +41,6 @@ from zftune.tuner.executor import Change
 from zftune.tuner.guard import NoDisturbance, disturbance_of
 from zftune.tuner.rank_channel import RankChannel
 from zftune.tuner.rank_consensus import KnobConsensus
-from zftune.tuner.scores import steps_of
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.stats import stats
@@ -132,7 +131,7 @@ def attach(
     tune_memory: bool = False,
     fresh: bool = False,
     seed: int = 0,
-    most_measurements: int = 24,
+    most_measurements: int | None = None,
     on_change: Change | None = None,
     daemon: bool | None = None,
 ) -> Tuner:
@@ -154,7 +153,7 @@ def attach(
         tune_memory: whether `offload_ratio` may be lowered, which takes GPU memory.
         fresh: begin neither from a preset nor where an earlier run was ended.
         seed: of the search.
-        most_measurements: of the search; a setting may take 4, one to look at it and 3 to compare it.
+        most_measurements: of the search, from 5; a comparison takes two. None: no limit but what exploring may cost.
         on_change: told of the step after which new knobs hold, and of the knobs.
         daemon: whether the daemon searches, on $ZFTUNE_SOCKET or its usual socket, rather than this process. It need
             not be there yet, nor stay: meanwhile the best settings so far hold, at first the user's own. It has its own
@@ -248,11 +247,11 @@ def start_tuner(
 
 
 def _needs(tuner: Tuner, options: SearchOptions) -> str:
-    window, most = tuner.incumbent.update_interval, options.most_measurements
-    steps = tuner.begins + most * (window + steps_of(window))
+    most = "" if options.most_measurements is None else f", with at most {options.most_measurements} measurements"
     return (
-        f"Measuring begins after {tuner.begins} steps and some seconds of preparation; a search makes at most {most} "
-        f"measurements: about {steps} steps where step times are steady, several times as many on a busy machine."
+        f"Measuring begins after {tuner.begins} steps and some seconds of preparation{most}. The search goes on as "
+        f"long as the training; exploring costs at most {100 * options.cost_share:g}% of it, or "
+        f"{options.cost_floor_s:g} s."
     )
 
 

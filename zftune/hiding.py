@@ -11,7 +11,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +36,6 @@ from zftune.store.types import STALENESS, Quality
 from zftune.text import ms, number, percent, times
 from zftune.tuner.executor import REFUSALS
 from zftune.tuner.forecast import UNLIMITED, machine_of
-from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.training_info import WarmupStats, device_limit
 from zftune.tuner.tuner import open_tuners
 from zftune.tuner.warm_up import StepCount
@@ -155,7 +153,7 @@ _RANKS_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")  # of torchrun, of DeepSpeed's 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A run, by value: the planner works in another process."""
+    """A run, by value."""
 
     model: ModelFacts
     config: ZenFlowConfig
@@ -367,12 +365,7 @@ class _Following:
         clock = optimizer.device.clock
         quality: Quality = "published" if self._quality == "exact" else self._quality
 
-        def work() -> list[Planned]:
-            with closing(SamplerProcess(gives_way=not clock.simulated)) as process:
-                plans: list[Planned] = process.ask(plan, found, quality, self._late)
-                return plans
-
-        return Background(work, "zftune-hiding", clock, takes_s=0.0)
+        return Background(lambda: plan(found, quality, self._late), "zftune-hiding", clock, takes_s=0.0)
 
     def _tell(self, optimizer: ZenFlowOptimizer, answer: _Answer) -> None:
         if answer.why_not or self._measured is None:

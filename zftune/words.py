@@ -32,7 +32,7 @@ DECISIONS: Mapping[str, str] = {
     "crash": "crashed",
     "stop": "stopped",
     "hold": "waiting",
-    "reopen": "began again",
+    "reopen": "changed machine",
     "guard": "guard",
     "resume": "continued",
     "remark": "note",
@@ -72,18 +72,11 @@ RUN_STATES: Mapping[str, str] = {
     "ended": "search unfinished",
 }
 """States of a run: its search came to its end, or the training ended, or was killed, before it did."""
-ERAS: Mapping[str, str] = {
-    "times": "step times changed",
-    "movement": "updates came earlier for the quality",
-    "memory": "another share of the state was offloaded for GPU memory",
-    "tokens": "steps had another number of tokens",
-}
-"""Why a search began again, after "since" or "before"."""
 ROLES: Mapping[str, str] = {
     "start": "the starting point",
-    "explore": "first measurement",
+    "explore": "first comparison",
     "a1": "the best so far, before it",
-    "b": "measured again",
+    "b": "compared again",
     "a2": "the best so far, after it",
     "hold": "the best so far, while waiting",
 }
@@ -102,7 +95,6 @@ def page_words() -> dict[str, Any]:
     """The tables that the daemon's page needs."""
     return {
         "CAUSES": dict(CAUSES),
-        "ERAS": dict(ERAS),
         "TRENDS": dict(TRENDS),
         "LETTERS": dict(LETTERS),
         "USUAL": _USUAL,

@@ -27,7 +27,7 @@ from studykit import Job, Results, code_digest, done, parser, percentile, write_
 
 NOISES = (0.03, 0.08)
 SEEDS = 12
-_PARTS = ("forecast", "sampler_process", "scores", "search", "space", "states", "trials")
+_PARTS = ("belief", "blocks", "candidates", "evidence", "forecast", "search", "space", "states", "trials")
 CODE = (
     *(f"zftune/tuner/{part}.py" for part in _PARTS),
     "zftune/planner",

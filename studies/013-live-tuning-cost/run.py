@@ -20,7 +20,6 @@ from studykit import Job, Results, code_digest, done, parser, write_json  # noqa
 CODE = ("studies/013-live-tuning-cost", "zftune/tuner", "runtime/zenflow", "zftune/workload")
 SEEDS, QUICK_SEEDS = 3, 1
 MEASUREMENTS, QUICK_MEASUREMENTS = 16, 6
-PAIRS, QUICK_PAIRS = 150, 10
 
 Tell = Callable[[int], None]
 Found = tuple[list[dict[str, Any]], list[str], list[tuple[str, bool]]]
@@ -43,17 +42,12 @@ def for_real(results: Results, *, quick: bool, again: bool, tell: Tell) -> Found
     """The same on this machine, one after the other."""
     seeds, most = (QUICK_SEEDS, QUICK_MEASUREMENTS) if quick else (SEEDS, MEASUREMENTS)
     common = {"config": asdict(CONFIG), "code": code_digest(*CODE)}
-    pairs = QUICK_PAIRS if quick else PAIRS
     jobs = [
-        *(
-            Job(f"search-{seed}", {"seed": seed, "measurements": most, **common}, realtime.searched, (seed, most))
-            for seed in range(seeds)
-        ),
-        Job("beside", {"pairs": pairs, "steps": realtime.PAIR_STEPS, **common}, realtime.beside, (pairs, most)),
+        Job(f"search-{seed}", {"seed": seed, "measurements": most, **common}, realtime.searched, (seed, most))
+        for seed in range(seeds)
     ]
-    *runs, apart = done(results, jobs, again=again, tell=tell, workers=1)
-    ratios = apart["ratios"]
-    return runs, realtime.lines(runs, ratios), realtime.verdicts(runs, ratios)
+    runs = done(results, jobs, again=again, tell=tell, workers=1)
+    return runs, realtime.lines(runs), realtime.verdicts(runs)
 
 
 def main() -> int:

@@ -39,7 +39,6 @@ MODULES = (
     "zftune.tuner.setup",
     "zftune.tuner.forecast",
     "zftune.tuner.search",
-    "zftune.tuner.sampler_process",
 )
 MAIN = multiprocessing.current_process()
 """What a process is in which multiprocessing has started nothing."""

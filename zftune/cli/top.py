@@ -328,24 +328,16 @@ def _decision(one: Document, width: int, most_lines: int | None) -> list[Text]:
 
 
 def _tried(details: Document) -> list[Document]:
-    """Settings that were measured or were to be; those of the last era come last, the best so far among them."""
-    return sorted((one for one in details["trials"] if one["state"] in _TRIED), key=lambda one: one["era"])
+    """Settings that were measured or were to be."""
+    return [one for one in details["trials"] if one["state"] in _TRIED]
 
 
 def _trial(one: Document, details: Document) -> Text:
-    """A setting; what was measured before the search began again is dim, and named so."""
-    earlier = one["era"] < len(details["eras"]) - 1
-    old = one["step_ms"] is None and one["earlier_step_ms"] is not None
     best = "◆" if one["number"] == details["incumbent"] else " "
-    line = _text(f"{best} {one['number']:>3}  ").append(f"{escaped(one['fate']):<16}", "" if earlier else "bold")
-    line.append(f"  {step_ms(one['earlier_step_ms'] if old else one['step_ms']):>7} ms", "dim" if old else "")
+    line = _text(f"{best} {one['number']:>3}  ").append(f"{escaped(one['fate']):<16}", "bold")
+    line.append(f"  {step_ms(one['step_ms']):>7} ms")
     line.append(f"  {knobs(one['knobs'])}  ")
-    before = ", before the search began again" if earlier else ""
-    line.append(
-        f"from {escaped(one['source'])}{before}" + (f": {escaped(one['reason'])}" if one["reason"] else ""), "dim"
-    )
-    if earlier:
-        line.stylize("dim")
+    line.append(f"from {escaped(one['source'])}" + (f": {escaped(one['reason'])}" if one["reason"] else ""), "dim")
     return line
 
 

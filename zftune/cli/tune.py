@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 from zftune.cli.outputs import Outputs, search_page, write_files
 from zftune.errors import BadInputError
-from zftune.text import STANDARD_OUTPUT, one_of, time_left
+from zftune.text import STANDARD_OUTPUT, one_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ _INTERRUPTED = 130
 _REDRAWN_S = 0.2
 _PRINTED_S = 10.0
 _LONGEST_THOUGHT_S = 3600.0
-_SAMPLERS = ("gp", "tpe", "random")
+_SAMPLERS = ("belief", "gp", "tpe", "random")
 
 
 def _workload(text: str, *flags: str) -> Any:
@@ -50,11 +50,10 @@ _Fresh = Annotated[
     typer.Option("--fresh", help="Start a new search; ignore presets and unfinished runs."),
 ]
 _Measurements = Annotated[
-    int,
-    typer.Option(
-        help="Measurements at most, from 5: one of the start, and up to 4 for each setting (a look, 3 to compare it)."
-    ),
+    int | None,
+    typer.Option(help="Measurements at most, from 5; a comparison takes two. Default: as many as are worth it."),
 ]
+_Sampler = Annotated[str, typer.Option(help="belief (of the planner and what was measured), gp, tpe or random.")]
 _Rig = Annotated[str | None, _workload("Emulated accelerator: a name or a TOML file. Default: the GPU, else a rig.")]
 _Ranks = Annotated[
     int, _workload("Ranks on this machine, each on a rig of its own with its rows of the model (FSDP2). Default: 1.")
@@ -80,8 +79,8 @@ _Html = Annotated[str | None, _file("--html", "Write a page with the search's pl
 def tune(
     quality: _Quality = None,
     seed: Annotated[int, typer.Option(help="Of the weights, the batches and the search.")] = 0,
-    sampler: Annotated[str, typer.Option(help="gp, tpe or random.")] = "gp",
-    measurements: _Measurements = 24,
+    sampler: _Sampler = "belief",
+    measurements: _Measurements = None,
     fresh: _Fresh = False,
     json_path: _Json = None,
     html_path: _Html = None,
@@ -114,7 +113,7 @@ def _check(given: Mapping[str, Any]) -> None:
     one_of("--sampler", given["sampler"], _SAMPLERS)
     if given["thinking_s"] is not None and not 0 <= given["thinking_s"] <= _LONGEST_THOUGHT_S:
         raise BadInputError(f"--thinking-s is {given['thinking_s']}; it must be from 0 to {_LONGEST_THOUGHT_S:g}")
-    if given["measurements"] < LEAST_MEASUREMENTS:
+    if given["measurements"] is not None and given["measurements"] < LEAST_MEASUREMENTS:
         raise BadInputError(f"--measurements is {given['measurements']}; it must be an integer >= {LEAST_MEASUREMENTS}")
 
 
@@ -133,7 +132,7 @@ def _live(given: Mapping[str, Any]) -> dict[str, Any]:
     names = ("config", "quality", "rig", "ranks", "real_time", "model", "text", "steps", "seed", "tune_memory", "fresh")
     options = TuneOptions(search=search, **{name: given[name] for name in names})
     console = Console(stderr=given["json_path"] == STANDARD_OUTPUT)
-    with open_store() as store, _log_lines(console), _progress(console, given["steps"]) as on_step:
+    with open_store() as store, _log_lines(console), _progress(console) as on_step:
         document = tune(options, on_step, store)
     console.print(render(document))
     return document
@@ -163,11 +162,11 @@ def _log_lines(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(console: Console, steps: int) -> Iterator[OnStep]:
+def _progress(console: Console) -> Iterator[OnStep]:
     from rich.live import Live
     from rich.text import Text
 
-    line, shown_s = ProgressLine(steps), 0.0
+    line, shown_s = ProgressLine(), 0.0
     with Live(console=console, transient=True, auto_refresh=False, screen=False) as live:
 
         def on_step(done: int, tuner: Tuner) -> None:
@@ -186,16 +185,9 @@ def _progress(console: Console, steps: int) -> Iterator[OnStep]:
 
 
 class ProgressLine:
-    """How far a search is, in a line.
+    """How far a search is, in a line."""
 
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._clock = steps, clock
-        self._done: list[tuple[int, float, int]] = []
-        """Measurements, time and steps whenever one was done: what comes before the first one is slower."""
+    def __init__(self) -> None:
         self._best = ""
         """The newest that is known: while the next setting is chosen, the search belongs to another thread."""
 
@@ -207,21 +199,9 @@ class ProgressLine:
         if request is not None:
             self._best = _best_so_far(tuner, search)
         doing = "choosing what to try" if request is None else _doing(request, tuner.incumbent)
-        made, most = search.measurements, search.options.most_measurements
-        return f"step {done}, {made} of at most {most} measurements{self._left(done, search)}; {doing}{self._best}"
-
-    def _left(self, done: int, search: Search) -> str:
-        made, now_s = search.measurements, self._clock()
-        if self._done and made < self._done[-1][0]:  # times changed: it counts anew
-            self._done.clear()
-        if made and (not self._done or made > self._done[-1][0]):
-            self._done.append((made, now_s, done))
-        if len(self._done) < 2:
-            return ""
-        (first, from_s, began), (last, to_s, _) = self._done[0], self._done[-1]
-        end_s = (now_s - from_s) / (done - began) * (self._steps - done)  # of the training
-        usual, most = (min((to_s - from_s) / (last - first) * left, end_s) for left in search.left())
-        return f", {time_left(usual, most)}"
+        most = search.options.most_measurements
+        limit = "" if most is None else f" of at most {most}"
+        return f"step {done}, {search.measurements}{limit} measurements; {doing}{self._best}"
 
 
 def _best_so_far(tuner: Tuner, search: Search) -> str:
@@ -233,7 +213,7 @@ def _best_so_far(tuner: Tuner, search: Search) -> str:
 
 def _doing(request: Request, incumbent: Setting) -> str:
     if request.role == "hold":
-        return "waiting until more may be spent on exploring"
+        return "resting"
     if request.setting == incumbent:
         return "measuring the best so far"
     return f"trying {request.setting.differences(incumbent)}"

@@ -18,6 +18,8 @@ A table `[effects]` may add what rates do not tell, each of it optional:
 A table `[thread]` gives the training thread's time, each entry optional and in microseconds: `weight_us` for each
 weight that a step looks at, `bucket_us` for each bucket of gradients that is sent, `job_us` for each host job that is
 submitted, `launch_us` for each kernel launch that is counted by itself. Without the table the thread takes no time.
+
+A table `[noise]` says how step times scatter: see `zftune.emulation.noise`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from zenflow.errors import ConfigError
+from zftune.emulation.noise import Noise
 
 _RATES = ("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps", "forward_ms", "backward_ms")
 _COMM = ("comm_gbps", "network_gbps", "comm_latency_us")
@@ -84,6 +87,7 @@ class RigSpec:
     values: Mapping[str, float]
     effects: Mapping[str, float] = field(default_factory=dict)
     thread: Mapping[str, float] = field(default_factory=dict)
+    noise: Noise = field(default_factory=Noise)
 
     @classmethod
     def load(cls, path: Path) -> RigSpec:
@@ -105,10 +109,12 @@ class RigSpec:
         tables = [name for name in ("rates", "timeline") if isinstance(document.get(name), dict)]
         if len(tables) != 1:
             raise ConfigError(f"rig '{path}' has {len(tables)} of the tables [rates] and [timeline]; it must have one")
-        unknown = set(document) - {"name", "source", "effects", "thread", *tables}
+        unknown = set(document) - {"name", "source", "effects", "thread", "noise", *tables}
         if unknown or not isinstance(document.get("name"), str):
             what = f"the unknown key {min(unknown)!r}" if unknown else "no name"
-            raise ConfigError(f"rig '{path}' has {what}; it may have name, source, one table, [effects] and [thread]")
+            raise ConfigError(
+                f"rig '{path}' has {what}; it may have name, source, one table, [effects], [thread] and [noise]"
+            )
         required = _RATES if tables[0] == "rates" else _TIMELINE
         optional = _COMM if tables[0] == "rates" else ("device_ms",)
         table = document[tables[0]]
@@ -123,7 +129,8 @@ class RigSpec:
                 )
         effects = _effects(document.get("effects", {}), path)
         thread = _thread(document.get("thread", {}), path)
-        return cls(document["name"], str(document.get("source", "")), tables[0], table, effects, thread)
+        noise = Noise.of(document.get("noise", {}), path)
+        return cls(document["name"], str(document.get("source", "")), tables[0], table, effects, thread, noise)
 
     def for_elements(self, elements: int) -> Rig:
         """The rig for a workload; `elements` are those that the timeline's times stand for: those that can be

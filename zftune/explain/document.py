@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zftune import __version__
 from zftune.errors import BadInputError
 from zftune.explain import words
-from zftune.explain.replay import Decided, Replay, replayed
+from zftune.explain.summary import Decided, RunSummary
 from zftune.quality import (
     adopted_from,
     allowed_loss_percent,
@@ -25,8 +25,8 @@ from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, RunRecord, RunState, TrialRecord, TrialState
 from zftune.text import slowest_rank
-from zftune.tuner.scores import ExplorationCost
-from zftune.tuner.states import LEARNING_RATE
+from zftune.tuner.cost import ExplorationCost
+from zftune.tuner.states import LEARNING_RATE, SearchOptions
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -60,7 +60,8 @@ def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = 
     Raises:
         StoreError: the store could not be read.
     """
-    trials, told = replayed(store, run.run_id)
+    told = RunSummary.read(store, run.run_id)
+    trials = told.trials
     model, hardware = facts_of(store, run.key)
     document = {
         "schema": SCHEMA,
@@ -119,7 +120,7 @@ def tune_document(
         StoreError: the store could not be read.
     """
     if run_id is None:
-        empty: dict[str, Any] = {name: [] for name in ("trials", "decisions", "history", "rejected", "eras")}
+        empty: dict[str, Any] = {name: [] for name in ("trials", "decisions", "history", "rejected")}
         found = {"zftune": __version__, **dict.fromkeys(_UNKNOWN), **empty, "notices": []}
     else:
         found = explain_document(store, next(one for one in store.runs() if one.run_id == run_id))
@@ -127,7 +128,7 @@ def tune_document(
     return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
 
 
-def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, Any]:
+def _run(store: Store, run: RunRecord, told: RunSummary, now: float) -> dict[str, Any]:
     lives = goes_on(store, run, now)
     state = RunState.RUNNING if lives else RunState.LOST if run.state is RunState.RUNNING else run.state
     return {
@@ -148,7 +149,7 @@ def _run(store: Store, run: RunRecord, told: Replay, now: float) -> dict[str, An
     }
 
 
-def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict[str, Any]:
+def _search(run: RunRecord, trials: Sequence[TrialRecord], told: RunSummary) -> dict[str, Any]:
     began_with = run.settings.get("budget_steps")
     moves = told.movement_percent if run.settings.get("movement_percent") is not None else None
     budget = began_with if moves is None else most_late_steps(run.key.quality, moves)
@@ -157,7 +158,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
     stopped = ends[-1].reason if ends and ends[-1].kind in _ENDS else None
     total = told.account.total
     cost = ExplorationCost(
-        spent_s=total.spent_s, elapsed_s=total.seconds, start_step_s=(told.start_step_ms or 0.0) / 1e3
+        SearchOptions().cost_share, SearchOptions().cost_floor_s, spent_s=total.spent_s, elapsed_s=total.seconds
     )
     return {
         "budget": None if budget is None else _budget(run, budget, told),
@@ -174,7 +175,6 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
             **_break_even(told),
         },
         "measurements": told.measurements,
-        "eras": eras(told),
         "stopped": stopped,
         "trials": rows,
         "decisions": [decision(one) for one in told.decided],
@@ -185,7 +185,7 @@ def _search(run: RunRecord, trials: Sequence[TrialRecord], told: Replay) -> dict
     }
 
 
-def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
+def _budget(run: RunRecord, steps: float, told: RunSummary) -> dict[str, Any]:
     """What bounds lateness; the movement is the newest that was measured, beside the largest where that was far more.
 
     That of the warm-up alone, over which a learning rate may have risen, is told where the search measured none.
@@ -207,20 +207,15 @@ def _budget(run: RunRecord, steps: float, told: Replay) -> dict[str, Any]:
     }
 
 
-def gain(told: Replay) -> dict[str, Any] | None:
+def gain(told: RunSummary) -> dict[str, Any] | None:
     """Of the incumbent over its reference, with two standard errors; None: nothing was adopted."""
     found = told.gain
     if found is None:
         return None
-    return {"share": found.share, "error": 2 * found.error, "era": told.gain_era, "reference": told.reference}
+    return {"share": found.share, "error": 2 * found.error, "reference": told.reference}
 
 
-def eras(told: Replay) -> list[dict[str, Any]]:
-    """The parts of a search, each begun again where step times were not comparable any more."""
-    return [{**asdict(one), "settings": len(one.settings)} for one in told.eras]
-
-
-def _break_even(told: Replay) -> dict[str, float | None]:
+def _break_even(told: RunSummary) -> dict[str, float | None]:
     share = 0.0 if told.gain is None else told.gain.saves
     account = told.account
     return {
@@ -230,7 +225,7 @@ def _break_even(told: Replay) -> dict[str, float | None]:
     }
 
 
-def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
+def _trial(run: RunRecord, row: TrialRecord, told: RunSummary) -> dict[str, Any]:
     return {
         **trial(row, told),
         "staleness_steps": words.staleness_steps(row.knobs),
@@ -239,7 +234,7 @@ def _trial(run: RunRecord, row: TrialRecord, told: Replay) -> dict[str, Any]:
     }
 
 
-def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
+def trial(row: TrialRecord, told: RunSummary) -> dict[str, Any]:
     """A setting, and what became of it."""
     return {
         "number": row.number,
@@ -248,8 +243,6 @@ def trial(row: TrialRecord, told: Replay) -> dict[str, Any]:
         "state": row.state.value,
         "reason": told.reason(row),
         "step_ms": told.step_ms(row.number),
-        "earlier_step_ms": told.earlier_step_ms(row.number),
-        "era": told.era(row.number),
         "predicted_step_ms": row.predicted_step_ms,
     }
 
@@ -276,7 +269,7 @@ def _region(run: RunRecord, began_with: float | None, budget: float | None) -> l
 
 def decision(one: Decided) -> dict[str, Any]:
     """What was decided, when, and by which measurements."""
-    found = {**asdict(one), "measured": list(one.measured), "undecided": list(one.undecided)}
+    found = {**asdict(one), "measured": list(one.measured)}
     return {**found.pop("decision"), **found}
 
 

@@ -27,13 +27,13 @@ _STYLES = {
 
 
 _SOURCES = {"start": "the starting point", "reference": "what others gain over"}
-_WHOLE_PARTS, _LONG = 2, 40
-"""The last parts of a search that are shown whole, where it has more and so many decisions."""
-_ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold"}
+_LONG, _NEWEST = 30, 8
+"""Decisions that are shown whole; of more the newest, and those that changed something."""
+_ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold", "reopen"}
 
 
 def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableType:
-    """The document of a run as a screen; `verbose` has every decision, also of earlier parts that changed nothing."""
+    """The document of a run as a screen; `verbose` has every decision with its measurements."""
     parts: list[RenderableType] = [*_head(document), Text("")]
     if document["decisions"] or document["history"]:
         parts += [_decisions(document, verbose=verbose), Text("")]
@@ -74,26 +74,21 @@ def _decisions(document: Mapping[str, Any], *, verbose: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
-    eras, found = document["eras"], list(words.entries(document))
-    whole = 0 if verbose or len(found) <= _LONG else len(eras) - _WHOLE_PARTS
-    hidden = sum(one.era < whole and not _is_always_told(one) for one in found)
+    found = list(words.entries(document))
+    first = 0 if verbose or len(found) <= _LONG else len(found) - _NEWEST
+    hidden = sum(not _is_always_told(one) for one in found[:first])
     if hidden:
-        table.add_row(
-            "", _text(f"{hidden} decisions of earlier parts changed nothing: zftune explain -v has them", "dim")
-        )
-    last = -1
+        table.add_row("", _text(f"{hidden} decisions changed nothing: zftune explain -v has them", "dim"))
     cause: str | None = None
-    for one in found:
-        if len(eras) > 1 and one.era != last:
-            last = one.era
-            table.add_row("", _text(words.era(document, eras[last]), "bold dim" if last < len(eras) - 1 else "bold"))
-        if one.era < whole and not _is_always_told(one):
+    for index, one in enumerate(found):
+        if index < first and not _is_always_told(one):
             continue
         what, style = ("", "") if one.note is None else (subject(document, one.note), _STYLES.get(one.note["kind"], ""))
         before, cause = cause, _cause_of_crash(document, one.note)
         reason = one.reason if cause is None or cause != before else _crashed_too(document, one.note)
         cell = _text(what, "bold").append(_text(reason, style))
-        table.add_row(_text(seconds(one.at_s)), _with_measured(cell, one.measured))
+        measured = one.measured if verbose or len(found) <= _LONG else []
+        table.add_row(_text(seconds(one.at_s)), _with_measured(cell, measured))
     return table
 
 

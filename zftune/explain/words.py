@@ -16,12 +16,12 @@ from zftune.text import number, percent
 from zftune.tuner import messages as of_search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, REFERENCES, UNSEARCHED
-from zftune.words import ERAS, ROLES, TRIALS, seconds, shares, value
+from zftune.words import ROLES, TRIALS, seconds, shares, value
 
 Document = Mapping[str, Any]
 
-_UNCOMPARED, _EARLIER = "not compared", "measured earlier"
-_TRIED = ("measured", "aborted", "crashed")
+_UNCOMPARED = "not compared"
+_TRIED = ("measured", "crashed")
 _FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -111,13 +111,8 @@ def nothing_adopted(document: Document) -> str:
     if crashed and crashed == tried:
         what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
         return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
-    found = fates(document)
-    decided = {note["trial"] for note in document["decisions"] if note["kind"] in ("adopt", "keep", "abort")}
-    compared = {identity(trial["knobs"]) for trial in others if trial["number"] in decided}
-    open_ones = (one for one in others if found[one["number"]] in (_UNCOMPARED, _EARLIER))
-    uncompared = distinct(trial for trial in open_ones if identity(trial["knobs"]) not in compared)
-    said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds, uncompared=uncompared)
-    return f"{said}. {'It began with' if uncompared or not tried else 'Keep what it began with'}: {kept}."
+    said = of_search.nothing_adopted(measured=known, tried=tried, kinds=kinds)
+    return f"{said}. {'Keep what it began with' if tried else 'It began with'}: {kept}."
 
 
 def distinct(trials: Iterable[Mapping[str, Any]]) -> int:
@@ -181,7 +176,7 @@ def _fate(document: Document, trial: Mapping[str, Any], decided: set[str]) -> st
         return "compared again"
     if "adopt" in decided or "keep" in decided:
         return "adopted before" if "adopt" in decided else "not adopted"
-    return _UNCOMPARED if trial["step_ms"] is not None else _EARLIER
+    return _UNCOMPARED
 
 
 def ending(document: Document) -> list[str]:
@@ -224,9 +219,8 @@ def _gained(document: Document) -> list[str]:
     if within_noise(gain):
         return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
     if gain["share"] >= 0:
-        old = " (measured before the search began again)" if gain["era"] < len(document["eras"]) - 1 else ""
         what = f" over {over(gain)}" if gain.get("reference") else ""
-        return [f"gained {shares(gain['share'], gain['error'])}{what}{old}"]
+        return [f"gained {shares(gain['share'], gain['error'])}{what}"]
     return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
 
 
@@ -236,34 +230,18 @@ def over(gain: Mapping[str, Any]) -> str:
     return of_search.required(setting(reference)) if reference else "the settings at the start"
 
 
-def era(document: Document, one: Mapping[str, Any]) -> str:
-    """A part of a search, where it has several: what it holds, and whether its figures are still true."""
-    made, tried = one["measurements"], one["settings"]
-    what = f"{made} measurement{'' if made == 1 else 's'} of {tried} setting{'' if tried == 1 else 's'}"
-    what = what if made else "nothing was measured"
-    if one["number"] == document["eras"][-1]["number"]:
-        since = f"Since {ERAS[one['cause']]}" if one["cause"] else "Since the search began"
-        return f"{since}: {what} so far" if made else f"{since}: nothing was measured yet"
-    comparable = ", no longer comparable" if made else ""
-    cause = document["eras"][one["number"] + 1]["cause"]
-    again = " again" if one["cause"] == cause else ""
-    return f"Before {ERAS[cause]}{again}: {what}{comparable}"
-
-
 # --- single things ----------------------------------------------------------------------------------------------------
 
 
 def measurement(one: Mapping[str, Any]) -> str:
-    """A measurement: its role, its steps, its step time and how noisy single steps were."""
+    """A measurement: its role, its steps and its step time."""
     role = ROLES.get(one["role"], one["role"])
     if one["role"] == "start" and one["number"] > 1:
         role = "the best so far, once more"
     what = f"{role}, {one['steps']} step{'' if one['steps'] == 1 else 's'}"
     if one["step_ms"] is not None:
         what += f", {number(one['step_ms'])} ms a step"
-    if one["noise"] is not None:
-        what += f", noise {percent(one['noise'])}"
-    if one["status"] in ("measured", "aborted"):
+    if one["status"] == "measured":
         return what
     return f"{what}, {TRIALS.get(one['status'], one['status'])}: {one['reason'] or 'no reason given'}"
 
@@ -277,7 +255,6 @@ class Entry(NamedTuple):
     reason: str
     measured: list[str]
     """The measurements behind it; those of another setting than the decision's say which."""
-    era: int
 
 
 def entries(document: Document) -> Iterator[Entry]:
@@ -285,28 +262,15 @@ def entries(document: Document) -> Iterator[Entry]:
     history = {one["number"]: one for one in document["history"]}
     used: set[int] = set()
     for note in document["decisions"]:
-        used |= {*note["measured"], *note["undecided"]}
-        if note["undecided"]:
-            yield _undecided(
-                document, note["undecided"], "The search was interrupted before anything was decided by this."
-            )
+        used |= set(note["measured"])
         told = [] if note["kind"] != "crash" else [one for one in note["measured"] if not history[one]["steps"]]
         numbers = [one for one in note["measured"] if one not in told]  # its reason says it
-        earlier = [one for one in numbers if history[one]["era"] < note["era"]]
-        if earlier:  # by which the next era was begun
-            yield _undecided(document, earlier, "Nothing was decided by this before the search began again.")
-            numbers = [one for one in numbers if one not in earlier]
         lines = [_of_trial(document, note["trial"], history[one]) for one in numbers]
-        yield Entry(note["at_s"], note, note["reason"], lines, note["era"])
-    left = [number for number in history if number not in used]
+        yield Entry(note["at_s"], note, note["reason"], lines)
+    left = [one for number, one in history.items() if number not in used]
     if left:
-        yield _undecided(document, left, "Nothing was decided since.")
-
-
-def _undecided(document: Document, numbers: Sequence[int], reason: str) -> Entry:
-    rows = [one for one in document["history"] if one["number"] in numbers]
-    lines = [_of_trial(document, None, one) for one in rows]
-    return Entry(max(one["ended_s"] for one in rows), None, reason, lines, rows[-1]["era"])
+        lines = [_of_trial(document, None, one) for one in left]
+        yield Entry(left[-1]["ended_s"], None, "Nothing was decided since.", lines)
 
 
 def _of_trial(document: Document, about: int | None, one: Mapping[str, Any]) -> str:

@@ -23,8 +23,11 @@ from zftune.quality import figure
 from zftune.report.tables import Setting, changed_settings, crowded, is_workload, warnings_about
 from zftune.report.values import Document, figures, shown
 from zftune.text import ms, number, percent
-from zftune.tuner.scores import ERRORS, Gain, Sample, error_of_mean, gain, score
+from zftune.tuner.blocks import error_of_mean
+from zftune.tuner.evidence import ERRORS
 
+_OF_MEDIAN = 1.2533
+"""Standard error of a median over that of a mean, for a normal distribution."""
 _ALLOWED = "give a file that `zftune profile --json` wrote"
 
 
@@ -239,14 +242,30 @@ def _timed(a: Document, b: Document) -> Iterator[Difference]:
 
 def _typical(a: Document, b: Document) -> Difference:
     """The step time that a search would compare the two by: slow steps that come now and then leave it as it is."""
-    samples = [Sample.of(_series(side, "step_ms") or (), _window(side), 1) for side in (a, b)]
-    if min(len(sample.windows()) for sample in samples) < 2:
-        before, after = (statistics.median(_series(side, "step_ms") or (0.0,)) for side in (a, b))
-        return Difference("step_ms.typical", before, after, None, _without_noise(before, after, "noise unknown"))
-    first, second = (score([sample]) / 1e3 for sample in samples)
-    found: Gain = gain(samples[:1], samples[1:], seed=_SEED)
-    finding: Finding = "beyond noise" if found.beyond_noise else "within noise"
-    return Difference("step_ms.typical", first, second, first * found.error, finding)
+    found = [_typical_step(_series(side, "step_ms") or (), _window(side)) for side in (a, b)]
+    (first, one), (second, other) = found
+    if one is None or other is None:
+        return Difference("step_ms.typical", first, second, None, _without_noise(first, second, "noise unknown"))
+    error = math.hypot(one, other)
+    finding: Finding = "beyond noise" if abs(second - first) > ERRORS * error + 1e-9 * first else "within noise"
+    return Difference("step_ms.typical", first, second, error, finding)
+
+
+def _typical_step(steps_ms: Sequence[float], window: int) -> tuple[float, float | None]:
+    """Of each place in the window the median, of these the mean, and its standard error; None: fewer than two windows.
+
+    The error is that of a mean of as many steps without far outliers, times what a median's is larger.
+    """
+    rows = len(steps_ms) // window
+    if rows < 2:
+        return statistics.median(steps_ms or (0.0,)), None
+    places = [sorted(steps_ms[place : rows * window : window]) for place in range(window)]
+    medians = [statistics.median(place) for place in places]
+    relative = [ms / medians[step % window] for step, ms in enumerate(steps_ms[: rows * window])]
+    width = 3 * 1.4826 * statistics.median(abs(one - 1) for one in relative)
+    clipped = [min(max(one, 1 - width), 1 + width) for one in relative]
+    typical = statistics.fmean(medians)
+    return typical, _OF_MEDIAN * typical * (error_of_mean(clipped, window) or 0.0)
 
 
 def _series(document: Document, field: str, key: str | None = None) -> list[float] | None:

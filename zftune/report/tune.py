@@ -23,13 +23,12 @@ KINDS = {
     "best so far, while waiting": ("#8C8C8C", "circle-open", 6),
     "not adopted": ("#56B4E9", "circle", 10),
     "adopted": ("#009E73", "circle", 12),
-    "aborted": ("#D55E00", "triangle-up", 11),
+    "guard": ("#D55E00", "triangle-up", 11),
     "crashed": ("#CC79A7", "x", 11),
     "did not count": ("#E69F00", "circle-open", 10),
 }
 """What came of a measurement: colour, symbol, size."""
 _LINE = "#1B7FC4"
-_EARLIER = "rgba(128,128,128,0.22)"
 
 
 def history_chart(document: Document) -> Chart | None:
@@ -57,7 +56,6 @@ def history_chart(document: Document) -> Chart | None:
             figure.add_trace(_marks(document, kind, those))
             legend[kind] = colour
     _lines(figure, document)
-    legend |= _earlier(figure, document, rows)
     return Chart(figure, legend, [])
 
 
@@ -69,7 +67,7 @@ def measured(document: Document) -> list[dict[str, Any]]:
 
 def _kind(row: Mapping[str, Any], decision: str | None) -> str:
     if row["status"] != "measured":
-        return {"aborted": "aborted", "crashed": "crashed"}.get(row["status"], "did not count")
+        return "crashed" if row["status"] == "crashed" else "did not count"
     if row["role"] in OF_INCUMBENT:
         return "best so far, while waiting" if row["role"] == "hold" else "best so far"
     return "adopted" if decision == "adopt" else "not adopted"
@@ -81,13 +79,6 @@ def _marks(document: Document, kind: str, rows: Sequence[Mapping[str, Any]]) -> 
         name=kind,
         x=[row["number"] for row in rows],
         y=[row["incumbent_step_ms"] if row["step_ms"] is None else row["step_ms"] for row in rows],
-        error_y={
-            "type": "data",
-            "array": [2 * (row["error_ms"] or 0.0) for row in rows],
-            "color": colour,
-            "thickness": 1.5,
-            "width": 3,
-        },
         mode="markers",
         marker={"color": colour, "symbol": symbol, "size": size, "line": {"width": 2 if "open" in symbol else 0.5}},
         customdata=[[_hover(document, row)] for row in rows],
@@ -98,8 +89,7 @@ def _marks(document: Document, kind: str, rows: Sequence[Mapping[str, Any]]) -> 
 def _hover(document: Document, row: Mapping[str, Any]) -> str:
     trial = document["trials"][row["trial"]]
     time = "no time" if row["step_ms"] is None else f"{row['step_ms']:.1f} ms a step"
-    error = f" ± {2 * row['error_ms']:.1f}" if row["error_ms"] else ""
-    lines = [f"{row['number']}: {row['role']}, {time}{error}", words.setting(trial["knobs"])]
+    lines = [f"{row['number']}: {row['role']}, {time}", words.setting(trial["knobs"])]
     lines += [str(row["reason"])] if row["reason"] else []
     return "<br>".join(escape(line) for line in lines)
 
@@ -108,18 +98,8 @@ def _lines(figure: go.Figure, document: Document) -> None:
     for note in document["decisions"]:
         after = max(note["measured"], default=None)
         if after is not None and note["kind"] in ("adopt", "guard"):
-            colour = KINDS["adopted"][0] if note["kind"] == "adopt" else KINDS["aborted"][0]
+            colour = KINDS["adopted"][0] if note["kind"] == "adopt" else KINDS["guard"][0]
             figure.add_vline(x=after + 0.5, line={"color": colour, "width": 1, "dash": "dot"})
-
-
-def _earlier(figure: go.Figure, document: Document, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    eras = document["eras"]
-    for era in eras[:-1]:
-        numbers = [row["number"] for row in rows if row["era"] == era["number"]]
-        if numbers:
-            fill = {"fillcolor": _EARLIER, "line": {"width": 0}, "layer": "below"}
-            figure.add_vrect(x0=numbers[0] - 0.5, x1=numbers[-1] + 0.5, **fill)
-    return {"before the search began again": _EARLIER} if len(eras) > 1 else {}
 
 
 # --- the training -----------------------------------------------------------------------------------------------------
@@ -207,17 +187,14 @@ def _figures(document: Document) -> Iterator[tuple[str, str, str]]:
     best, start, gain, cost = (document[name] for name in ("best", "start", "gain", "cost"))
     if best is None or cost is None:
         return
-    now, earlier = best["step_ms"], best["earlier_step_ms"]
+    now = best["step_ms"]
     if now is not None:
         at_start = "" if start["step_ms"] is None or best == start else f"{ms(start['step_ms'])} at the start"
         yield "Step", ms(now), at_start
-    elif earlier is not None:
-        yield "Step", ms(earlier), _BEFORE
     if gain is not None:
         given_up = -gain["share"] > (gain["error"] or 0.0)
         error = "" if gain["error"] is None else f"± {100 * gain['error']:.1f}% of the step time"
         error += f" over {words.over(gain)}" if gain.get("reference") else ""
-        error += f", {_BEFORE}" if gain["era"] < len(document["eras"]) - 1 else ""
         yield "Given up" if given_up else "Gained", f"{100 * (-1 if given_up else 1) * gain['share']:.1f}%", error
     yield from _paid(cost)
     yield "Measurements", *_counts(document)
@@ -234,13 +211,11 @@ def _paid(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _counts(document: Document) -> tuple[str, str]:
-    eras, trials = document["eras"], document["trials"]
-    made = sum(era["measurements"] for era in eras)
-    counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] in ("measured", "aborted"))
+    trials, made = document["trials"], document["measurements"]
+    counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] == "measured")
     tried = words.distinct(trials[number] for number in {one["trial"] for one in counted})
     unseen = len(words.unseen(trials))
-    since = f"; {eras[-1]['measurements']} since the search began again" if len(eras) > 1 else ""
-    return str(made), f"of {tried} settings{since}; {unseen} more rejected unseen"
+    return str(made), f"of {tried} settings; {unseen} more rejected unseen"
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
@@ -270,17 +245,15 @@ def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
 
 
 _HISTORY = (
-    "Each measurement in order, with two standard errors. A setting is adopted after the best so far was measured "
-    "before and after it; dotted lines mark where that happened. Where step times changed, or cannot be compared for "
-    "another reason, the search began again: what was measured before lies on grey."
+    "Each measurement in order. A setting is adopted when its comparisons with the best so far, measured before and "
+    "after it, are enough; dotted lines mark where that happened."
 )
 _CURVE = "Means of some steps each, over the whole training; dotted lines mark where settings changed."
 _PLANE = (
-    "k is topk_ratio, S is update_interval. Circles were measured, fast ones dark; empty circles were measured before "
-    "the search began again; small squares were not measured. Settings that differ otherwise stand beside each other."
+    "k is topk_ratio, S is update_interval. Circles were measured, fast ones dark; small squares were not measured. "
+    "Settings that differ otherwise stand beside each other."
 )
-_KNOBS = "Measured settings, whatever their other values were; grey ones were measured before the search began again."
-_BEFORE = "measured before the search began again"
+_KNOBS = "Measured settings, whatever their other values were."
 _IMPORTANCE = "How much the fastest settings differ from the others in each value (PED-ANOVA): with few a rough guide."
 _SAME = "No other value was varied."
 
@@ -315,33 +288,19 @@ def _tables(document: Document) -> Iterator[str]:
 
 def _decisions(document: Document) -> str:
     rows: list[Sequence[str]] = []
-    earlier, eras, last = set(), document["eras"], -1
     for one in words.entries(document):
-        if len(eras) > 1 and one.era != last:
-            last = one.era
-            rows.append((words.era(document, eras[last]),))
-        if one.era < len(eras) - 1:
-            earlier.add(len(rows))
         kind = "" if one.note is None else DECISIONS.get(one.note["kind"], one.note["kind"])
         setting = "" if one.note is None or one.note["trial"] is None else str(one.note["trial"])
         rows.append((seconds(one.at_s), kind, setting, one.reason, "; ".join(one.measured)))
     heads = ("at", "decision", "setting", "reason", "measured")
-    return table(heads, rows, ("value", "", "value", "", "source"), earlier)
+    return table(heads, rows, ("value", "", "value", "", "source"))
 
 
 def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
-    fates, eras = words.fates(document), document["eras"]
+    fates = words.fates(document)
     heads = ("", "setting", "by", "measured", "planner", "mean staleness", "weighted staleness", "state", "why")
-    rows: list[Sequence[str]] = []
-    earlier = set()
-    for era in range(max(1, len(eras)) - 1, -1, -1):
-        those = [trial for trial in trials if trial["era"] == era]
-        if len(eras) > 1 and those:
-            rows.append((words.era(document, eras[era]),))
-        if era < len(eras) - 1:
-            earlier |= set(range(len(rows), len(rows) + len(those)))
-        rows += [_trial(trial, fates[trial["number"]]) for trial in those]
-    return table(heads, rows, ("value", "", "", "value", "value", "value", "value", "", "source"), earlier)
+    rows = [_trial(trial, fates[trial["number"]]) for trial in trials]
+    return table(heads, rows, ("value", "", "", "value", "value", "value", "value", "", "source"))
 
 
 def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
@@ -349,7 +308,7 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
         str(trial["number"]),
         words.setting(trial["knobs"]),
         str(trial["source"]),
-        _ms(trial["step_ms"] if trial["step_ms"] is not None else trial["earlier_step_ms"]),
+        _ms(trial["step_ms"]),
         _ms(trial["predicted_step_ms"]),
         _steps(trial["staleness_steps"]),
         _steps(trial["quality_cost_steps"]),

@@ -23,7 +23,6 @@ _EDGE, _UNSEEN = "rgba(128,128,128,0.9)", "rgba(140,140,140,0.75)"
 _CHOSEN, _START = "#D55E00", "#CC79A7"
 _FORBIDDEN, _LAGS = "rgba(128,128,128,0.34)", "rgba(128,128,128,0.15)"
 _BAR = _POINT = "#1B7FC4"
-_EARLIER = "#9AA3AB"
 _SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 _INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SLOWEST = 1.5  # times the fastest: slower ones share a colour
@@ -102,18 +101,13 @@ def _height(interval: float, top: float) -> float:
 
 def _placed(figure: go.Figure, document: Document, trials: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     places = _places(trials)
-    earlier = [trial for trial in trials if trial["earlier_step_ms"] is not None]
-    unseen = [trial for trial in trials if trial["step_ms"] is None and trial not in earlier]
+    unseen = [trial for trial in trials if trial["step_ms"] is None]
     timed = sorted((trial for trial in trials if trial["step_ms"] is not None), key=lambda trial: -trial["step_ms"])
     legend = {}
     if unseen:
         mark = {"color": _UNSEEN, "symbol": "square-open", "size": 7}
         figure.add_trace(_dots("not measured", unseen, places, mark))
         legend["not measured"] = _UNSEEN
-    if earlier:
-        mark = {"color": _EARLIER, "symbol": "circle-open", "size": 13, "line": {"width": 2, "color": _EARLIER}}
-        figure.add_trace(_dots("measured before the search began again", earlier, places, mark))
-        legend["measured before the search began again"] = _EARLIER
     if timed:
         fastest, slowest = timed[-1]["step_ms"], timed[0]["step_ms"]
         mark = {
@@ -141,7 +135,7 @@ def _places(trials: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float
     """By number: measured settings of the same k and S stand beside each other, the others lie in the middle."""
     cells: dict[tuple[float, int], list[int]] = defaultdict(list)
     for trial in trials:
-        if trial["step_ms"] is not None or trial["earlier_step_ms"] is not None:
+        if trial["step_ms"] is not None:
             cells[trial["knobs"]["topk_ratio"], trial["knobs"]["update_interval"]].append(trial["number"])
     places = {}
     for trial in trials:
@@ -175,8 +169,6 @@ def _about(trial: Mapping[str, Any]) -> str:
     lines = [f"{trial['number']}: {words.setting(trial['knobs'])}"]
     if trial["step_ms"] is not None:
         lines.append(f"measured {trial['step_ms']:.1f} ms a step")
-    elif trial["earlier_step_ms"] is not None:
-        lines.append(f"measured {trial['earlier_step_ms']:.1f} ms a step before the search began again")
     if trial["predicted_step_ms"] is not None:
         lines.append(f"the planner predicts {trial['predicted_step_ms']:.1f} ms")
     lines += [f"{trial['state']}: {trial['reason']}"] if trial["reason"] else []
@@ -185,7 +177,7 @@ def _about(trial: Mapping[str, Any]) -> str:
 
 def knobs_chart(document: Document) -> Chart | None:
     """Step time over each knob that varied and has no axis of its own; None: there is none."""
-    timed = [trial for trial in document["trials"] if _step_ms(trial) is not None]
+    timed = [trial for trial in document["trials"] if trial["step_ms"] is not None]
     placed = ("topk_ratio", "update_interval") if plane_chart(document) is not None else ()
     names = [name for name in _varied(timed) if name not in placed]
     if not names:
@@ -201,9 +193,7 @@ def knobs_chart(document: Document) -> Chart | None:
         figure.update_xaxes(**axis(type="category", categoryorder="array", categoryarray=labels), row=row, col=1)
         figure.update_yaxes(**axis(nticks=5), row=row, col=1)
         _title(figure, row, f"{escape(name)}: ms a step")
-    old = any(trial["step_ms"] is None for trial in timed)
-    more = {"measured before the search began again": _EARLIER} if old else {}
-    return Chart(figure, {"measured": _POINT, "kept": _CHOSEN, **more})
+    return Chart(figure, {"measured": _POINT, "kept": _CHOSEN})
 
 
 def _varied(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -220,7 +210,7 @@ def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scat
     return go.Scatter(
         name=escape(name),
         x=[escape(value(trial["knobs"].get(name))) for trial in trials],
-        y=[_step_ms(trial) for trial in trials],
+        y=[trial["step_ms"] for trial in trials],
         mode="markers",
         marker={
             "color": [_strip_colour(trial, best) for trial in trials],
@@ -232,15 +222,8 @@ def _strip(trials: Sequence[Mapping[str, Any]], name: str, best: int) -> go.Scat
     )
 
 
-def _step_ms(trial: Mapping[str, Any]) -> float | None:
-    found: float | None = trial["step_ms"]
-    return trial["earlier_step_ms"] if found is None else found
-
-
 def _strip_colour(trial: Mapping[str, Any], best: int) -> str:
-    if trial["number"] == best:
-        return _CHOSEN
-    return _POINT if trial["step_ms"] is not None else _EARLIER
+    return _CHOSEN if trial["number"] == best else _POINT
 
 
 def _title(figure: go.Figure, row: int, text: str) -> None:

@@ -471,7 +471,7 @@ class _Written:
         return not self._values or all(getattr(found, name, None) == one for name, one in self._values.items())
 
 
-HEAD = "0001"
+HEAD = "0002"
 """Of `migrations/versions`; Alembic is imported only where the tables have to be made."""
 MIGRATIONS = Path(__file__).with_name("migrations")
 

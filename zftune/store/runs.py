@@ -43,6 +43,8 @@ from zftune.store.types import (
     Key,
     Measurement,
     Model,
+    NewTrial,
+    Progress,
     Reaped,
     Run,
     RunRecord,
@@ -427,28 +429,48 @@ class Runs:
         Raises:
             StoreError: it could not be written, or the run is another process's now.
         """
+        trial = NewTrial(
+            knobs=knobs, source=source, predicted_step_ms=predicted_step_ms, constraint=constraint, rejected=rejected
+        )
 
         def work(session: Session) -> TrialRecord:
             _own(session, run)
-            now = self._clock()
-            last = session.scalar(select(func.max(TrialRow.number)).where(TrialRow.run_id == run.run_id))
-            row = TrialRow(
-                run_id=run.run_id,
-                number=0 if last is None else last + 1,
-                knobs=dict(knobs),
-                source=source,
-                state=TrialState.PLANNED if rejected is None else TrialState.REJECTED,
-                reason=_cut(rejected),
-                predicted_step_ms=predicted_step_ms,
-                constraint=constraint,
-                created_unix_s=now,
-                ended_unix_s=None if rejected is None else now,
-            )
-            session.add(row)
-            session.flush()
-            return trial_of(row)
+            return trial_of(_add_trial(session, run, trial, self._clock()))
 
         return self._database.write(work)
+
+    def record(self, run: Run, progress: Progress, account: Account | None = None) -> list[TrialRecord]:
+        """Write down what a search has come to, all of it or nothing; the new trials. It is on the disk then.
+
+        Raises:
+            StoreError: it could not be written, or the run is another process's now.
+        """
+
+        def work(session: Session) -> list[TrialRecord]:
+            row, now = _own(session, run, account), self._clock()
+            made = [trial_of(_add_trial(session, run, trial, now)) for trial in progress.trials]
+            for number, (state, reason) in progress.states.items():
+                trial = _numbered(session, run, number)
+                trial.state, trial.reason = state, _cut(reason)
+                trial.ended_unix_s = None if state in _OPEN else now
+            if progress.measured is not None:
+                number, measurement = progress.measured
+                session.add(measurement_row(_numbered(session, run, number).trial_id, measurement))
+            for decision in progress.decisions:
+                _decide(session, run.run_id, decision, now)
+            if progress.search is not None:
+                row.search = dict(progress.search)
+            return made
+
+        return self._database.write(work)
+
+    def search_state(self, run_id: str) -> dict[str, Any] | None:
+        """What a run's search knows; None: it has not begun.
+
+        Raises:
+            StoreError: the store could not be read.
+        """
+        return self._database.read(lambda session: session.scalar(select(RunRow.search).where(RunRow.run_id == run_id)))
 
     def mark_in_flight(self, run: Run, trial_id: int) -> None:
         """Write down that a setting is about to be applied. It is on the disk when this returns.
@@ -621,6 +643,29 @@ def _own(session: Session, run: Run, account: Account | None = None) -> RunRow:
     if account is not None:
         row.account = asdict(account)
     return row
+
+
+def _add_trial(session: Session, run: Run, trial: NewTrial, now: float) -> TrialRow:
+    last = session.scalar(select(func.max(TrialRow.number)).where(TrialRow.run_id == run.run_id))
+    row = TrialRow(
+        run_id=run.run_id,
+        number=0 if last is None else last + 1,
+        knobs=dict(trial.knobs),
+        source=trial.source,
+        state=TrialState.PLANNED if trial.rejected is None else TrialState.REJECTED,
+        reason=_cut(trial.rejected),
+        predicted_step_ms=trial.predicted_step_ms,
+        constraint=trial.constraint,
+        created_unix_s=now,
+        ended_unix_s=None if trial.rejected is None else now,
+    )
+    session.add(row)
+    session.flush()
+    return row
+
+
+def _numbered(session: Session, run: Run, number: int) -> TrialRow:
+    return session.scalars(select(TrialRow).where(TrialRow.run_id == run.run_id, TrialRow.number == number)).one()
 
 
 def _trial(session: Session, run: Run, trial_id: int) -> TrialRow:

@@ -249,6 +249,8 @@ class RunRow(KeyColumns, Base):
     ended_unix_s: Mapped[float | None]
     account: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """A `zftune.store.account.Account`."""
+    search: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """All that its search knows, a `zftune.tuner.states.SearchState`."""
 
 
 class TrialRow(Base):

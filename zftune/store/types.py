@@ -345,6 +345,33 @@ class Decision:
     """When it was made; 0: where it is written down, then."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTrial:
+    """A setting that was thought of and is not written down yet."""
+
+    knobs: Mapping[str, Any]
+    source: str
+    predicted_step_ms: float | None = None
+    constraint: float | None = None
+    """Above 0: it breaks a limit, by so much."""
+    rejected: str | None = None
+    """Why it is never to be applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a search has come to since it was written down last; it is written in one transaction."""
+
+    trials: tuple[NewTrial, ...] = ()
+    states: Mapping[int, tuple[TrialState, str | None]] = field(default_factory=dict)
+    """Of trials, with the reason, by number."""
+    measured: tuple[int, Measurement] | None = None
+    """By the number of its trial."""
+    decisions: tuple[Decision, ...] = ()
+    search: Mapping[str, Any] | None = None
+    """All that it knows; None: as before."""
+
+
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """Consecutive steps of a training as one point; means over those of them where a figure is known."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import os
@@ -15,15 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from zenflow import ZenFlowError
-from zenflow.clock import Clock
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.store.account import Account, Count, Counter
 from zftune.store.location import meant_by
+from zftune.tuner.evidence import Gain
 from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.messages import conclusion
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.sampler_process import SamplerError, SamplerProcess, gentle_share
-from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.space import Setting
@@ -154,7 +151,6 @@ class _Left:
     """What a training leaves open."""
 
     preparing: Background[Prepared]
-    sampler_process: SamplerProcess
     store: _OwnStore | None
     """To be closed, too."""
     pid: int
@@ -162,7 +158,6 @@ class _Left:
     def close(self) -> None:
         if os.getpid() != self.pid:
             return  # in a fork's child it is the parent's
-        self.sampler_process.close()
         self.preparing.join(_JOIN_S)
         if self.preparing.done and not self.preparing.failed and self.preparing.result.recorder is not None:
             self.preparing.result.recorder.interrupt()
@@ -213,7 +208,7 @@ def _close_at_exit() -> None:
 
 
 class LocalDriver(SearchDriver):
-    """Search in this process, with Optuna in a process of its own.
+    """Search in this process.
 
     Args:
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
@@ -231,11 +226,8 @@ class LocalDriver(SearchDriver):
         self._clock = optimizer.device.clock
         # Mostly that loads modules: in simulated time it would be many a step that no training loses.
         self._preparing_s = wishes.search.thinking_s or 0.0
-        self._sampler_process = _thinker_beside(self._clock)
-        with contextlib.suppress(SamplerError):  # the planner thinks alone then, and the notes say so
-            self._sampler_process.start()  # it loads while the warm-up lasts
         opened = self._own_store or (None if not store else lambda: store)
-        self._preparation = Preparation(optimizer, wishes, opened, self._sampler_process, company, name)
+        self._preparation = Preparation(optimizer, wishes, opened, company, name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._counter: Counter | None = None
@@ -257,7 +249,7 @@ class LocalDriver(SearchDriver):
             return prepared
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
-        left = _Left(self._preparing, self._sampler_process, self._own_store, os.getpid())
+        left = _Left(self._preparing, self._own_store, os.getpid())
         self._finalizer = weakref.finalize(self, _thrown_away.put, left)
         self._finalizer.atexit = False
 
@@ -285,8 +277,6 @@ class LocalDriver(SearchDriver):
         found = [(_INFO, one) for one in self._preparation.notices]
         if self._prepared is not None and self._prepared.sentence:
             found.append((_INFO, self._prepared.sentence))
-        if self._sampler_process.waited_s:
-            found += [(_INFO, one) for one in self._sampler_process.notices]
         return self._new([*found, *((_WARNING, one) for one in self._wrong)])
 
     @property
@@ -303,7 +293,6 @@ class LocalDriver(SearchDriver):
     def end(self, ended: Ended) -> Iterator[Said]:
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._sampler_process.close()  # who waits for its answer would keep this waiting
         if self._prepared is None:
             self._take_unused()
         prepared, search = self._prepared, self.search
@@ -312,20 +301,17 @@ class LocalDriver(SearchDriver):
             recorder = None if prepared is None else prepared.recorder
             account = Account() if recorder is None else recorder.account
             count = ended.count if not account.process else account.total
-            yield conclusion(
-                search, count, steps=ended.steps, begins=ended.begins, over=over,
-                waited_s=self._sampler_process.waited_s,
-            )  # fmt: skip
+            yield conclusion(search, count, steps=ended.steps, begins=ended.begins, over=over)
         for remark in ended.remarks:
             if search is not None:
                 search.remember(remark)
         if prepared is not None and prepared.recording is not None:
-            if not prepared.recording.finish_soon(prepared.search, unfinished=not ended.over):
+            unfinished = not ended.over and not prepared.search.is_settled
+            if not prepared.recording.finish_soon(prepared.search, unfinished=unfinished):
                 yield _WARNING, "The database server does not answer: the end of the run is not kept."
             yield from self._new([(_WARNING, one) for one in self._wrong])
 
     def close(self) -> None:
-        self._sampler_process.close()
         if self._own_store is not None:
             self._own_store.close()
 
@@ -351,12 +337,7 @@ class LocalDriver(SearchDriver):
             self._preparing.result.search.stop("The tuning ended before its search began.")
 
     def _worker(self, search: Search, recorder: StoreRecorder | None) -> SearchWorker:
-        return ThreadWorker(search, recorder, self._sampler_process, self._clock)
-
-
-def _thinker_beside(clock: Clock) -> SamplerProcess:
-    """What thinks beside a training; where its time is simulated, it does not go on meanwhile."""
-    return SamplerProcess(gives_way=False) if clock.simulated else SamplerProcess(share=gentle_share())
+        return ThreadWorker(search, recorder, self._clock)
 
 
 def _user_store() -> Store:

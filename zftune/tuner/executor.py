@@ -7,12 +7,14 @@ Nothing here waits: step times come from the optimizer's own history, two steps 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,12 +25,14 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
 from zftune.store.account import Counter
 from zftune.tuner import messages
+from zftune.tuner.blocks import block_value
+from zftune.tuner.evidence import Gain
 from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.pace import Pace
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import Gain, Pace, step_ms_of
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
+from zftune.tuner.states import LEAST_STEPS, OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
 from zftune.tuner.training_info import device_limit
 from zftune.tuner.worker import Answer, DeskMaker, SearchWorker, ThreadWorker
 
@@ -39,7 +43,7 @@ REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryErr
 """Of knobs: nothing has changed then, and the training goes on."""
 
 _KEPT_STEPS = 32
-"""Of the incumbent, right before a challenger's: what is far slower than these is cut short."""
+"""Of the incumbent: by their mean a challenger's cost is counted."""
 _logger = logging.getLogger("zftune")
 
 
@@ -146,6 +150,78 @@ class UnmeasuredCounter:
         return found
 
 
+class StolenTime:
+    """What other processes took from this thread, by the kernel's count of its waits for a core."""
+
+    def __init__(self) -> None:
+        self._before_ns = self._now_ns()
+        self._by_step: dict[int, float] = {}
+
+    def take(self, step: int) -> None:
+        """Count what was taken since the step before."""
+        now_ns = self._now_ns()
+        if now_ns is not None and self._before_ns is not None:
+            self._by_step[step] = (now_ns - self._before_ns) / 1e6
+        self._before_ns = now_ns
+        if len(self._by_step) > _KEPT_STEPS:
+            self._by_step.pop(min(self._by_step))
+
+    def of(self, step: int) -> float | None:
+        """Milliseconds of a recent step; None: not known."""
+        return self._by_step.get(step)
+
+    def _now_ns(self) -> int | None:
+        try:
+            text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
+            return int(text.split()[1])
+        except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Nothing is measured: the incumbent runs while somebody thinks, or to its end. -> Changing, Over"""
+
+
+@dataclass(frozen=True, slots=True)
+class Changing:
+    """Knobs are about to change, or stay to the window's end. -> Block where `request` is still wanted, else Resting"""
+
+    setting: Setting
+    request: Request | None
+    """What is measured then; None: nothing, it only has to run."""
+    stays: bool = False
+    """Whether these are the knobs already, so that nothing but the window's end is waited for."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Steps of a setting are measured. -> Resting once they are handed over"""
+
+    request: Request
+    rates: tuple[float, ...]
+    """Learning rates of the groups when it began."""
+    discarded: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    stats: list[StepStats] = field(default_factory=list)
+    """Of the steps that count."""
+    taken: list[float] = field(default_factory=list)
+    """What other processes took of each of them; shorter where that is not known of all."""
+    pinning: bool = False
+    """Whether nothing is measured before the window's end, since host memory was being pinned."""
+    between: UnmeasuredSteps = field(default_factory=UnmeasuredSteps)
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has a step."""
+        return bool(self.discarded or self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The search has ended."""
+
+
 Disturbance = Callable[[], str | None]
 """Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
 
@@ -183,14 +259,11 @@ class Executor:
         self._counts_steps = scene.counter is None
         self.counter = scene.counter or Counter(optimizer.device.clock.now())
         """Of what the run takes, spends and gains."""
-        self.request: Request | None = None
-        """What is measured now; None: nothing, somebody thinks."""
+        self.state: Resting | Changing | Block | Over = Resting()
         self.incumbent = incumbent
         """The best setting so far, as of the last answer."""
         self.gain: Gain | None = None
         """Of it over what the search began from, or over what had to take its place; None: it is one of these."""
-        self.over = False
-        """Whether the search has ended."""
         self.overhead_s = 0.0
         """Time spent in here by the training thread."""
         self.outside = UnmeasuredCounter()
@@ -208,33 +281,30 @@ class Executor:
         self._disturbance, self._on_change = scene.disturbance, scene.on_change
         self._worker = worker
         self._changes = scene.changes or AtOnce(optimizer)
-        self._asked: Setting | None = None
-        """What knobs are about to change to; None: nothing is under way."""
-        self._stays = False
-        """Whether that is what they are, so that nothing but the window's end is waited for."""
-        self._asked_for: Request | None = None
         self._handed = False
+        """Whether somebody thinks about the next request."""
+        self._stolen = None if optimizer.device.clock.simulated else StolenTime()
         self._applied: Setting | None = Setting.of(optimizer.config)
         """None: windows have no known length."""
         self._from = self._seen = optimizer.steps
         if scene.since and self._applied is not None:
             worker.applied(scene.since, self._applied)
-        self._discarded: list[float] = []
-        self._steps: list[float] = []
-        self._stats: list[StepStats] = []
-        """Of the steps that count."""
-        self._pinning = False
-        """Whether nothing is measured before the window's end, since host memory was being pinned."""
         self._recounted = False
         """Whether steps have another number of tokens than what is measured began with."""
-        self._between = UnmeasuredSteps()
         self._of_incumbent_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
         """The last steps that it took, measured or not."""
-        self._before_ms: float | None = None
-        """What a step took by these, when the request came."""
-        self._rates: tuple[float, ...] = ()
         self._incumbent_step_s: float | None = None
         """What the incumbent takes for a step, by what was asked for last."""
+
+    @property
+    def request(self) -> Request | None:
+        """What is measured, or about to be; None: nothing, somebody thinks."""
+        return self.state.request if isinstance(self.state, (Changing, Block)) else None
+
+    @property
+    def over(self) -> bool:
+        """Whether the search has ended."""
+        return isinstance(self.state, Over)
 
     @property
     def steady_steps(self) -> int:
@@ -292,12 +362,15 @@ class Executor:
         config = self._optimizer.config
         self._from = self._seen = self._optimizer.steps - 1
         self._applied = Setting.of(config) if config.update_interval != "auto" else None
-        self._asked, self._stays = None, False
         self.outside.forget_changes()
-        if self.request is None:
+        wanted = self.request
+        if wanted is None:
+            self.state = Over() if self.over else Resting()
             self._restore()
         else:
-            self._hand(replace(self._void("a saved state was loaded"), called_off=True))
+            outcome = self._void("a saved state was loaded")
+            self.state = Resting()
+            self._hand(replace(outcome, called_off=True))
 
     def _on_step(self, loss: torch.Tensor | float | None) -> bool:
         if self.over:
@@ -306,6 +379,8 @@ class Executor:
             self.log_loss(loss)
         if self._is_wrong():
             return False
+        if self._stolen is not None:
+            self._stolen.take(self._optimizer.steps)
         self._settle()
         for stats in self._new():
             self._seen = stats.step
@@ -316,7 +391,7 @@ class Executor:
         self._give_up()
         if self.request is None and not self._handed:
             self._hand(None)
-        while self._handed and self._asked is None:
+        while self._handed and isinstance(self.state, Resting):
             answer = self._worker.poll()
             if answer is None:
                 break
@@ -334,18 +409,21 @@ class Executor:
         self._handed = False
         self._start = answer.start or self._start
         self._adopt(answer.incumbent, answer.gain)
-        self.request = answer.request
-        self._discarded, self._steps, self._stats = [], [], []
-        self._rates = rates(self._optimizer.param_groups)
-        self._before_ms = step_ms_of(tuple(self._of_incumbent_ms), self.incumbent.update_interval)
-        self._pinning = False
-        if self.request is None:
+        request = answer.request
+        if request is None:
             self._worker.idle(self.outside.taken())
             self._end()
-        else:
-            if self.request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
-                self._incumbent_step_s = (self._before_ms or self.request.incumbent_step_ms or 0.0) / 1e3 or None
-            self._ask(self.request.setting)
+            return
+        if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
+            newest_ms = self._newest_ms() or request.incumbent_step_ms or 0.0
+            self._incumbent_step_s = newest_ms / 1e3 or None
+        self._ask(request.setting, request)
+
+    def _newest_ms(self) -> float | None:
+        """What a step of the incumbent takes by its last whole windows; None: too few were seen."""
+        interval, newest = self.incumbent.update_interval, list(self._of_incumbent_ms)
+        whole = newest[: len(newest) // interval * interval]
+        return math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else None
 
     @property
     def gain_share(self) -> float:
@@ -366,44 +444,53 @@ class Executor:
         )
         _logger.info("zftune %s.", told)
 
-    def _ask(self, setting: Setting) -> None:
+    def _ask(self, setting: Setting, request: Request | None = None) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
-        self._asked, self._asked_for = setting, self.request
         config = self._optimizer.config
         known = config.update_interval != "auto"
-        self._stays = setting == self._applied and known and setting == Setting.of(config)
-        if not self._stays:
+        is_pending = self._from > self._optimizer.steps  # they hold from the next step on
+        stays = setting == self._applied and known and (is_pending or setting == Setting.of(config))
+        self.state = Changing(setting, request, stays)
+        if not stays:
             self._changes.ask(setting.knobs())
             self._settle()
 
     def _stay(self, stats: StepStats) -> None:
         """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
-        setting = self._asked
-        of_these = stats.step >= self._from  # steps are seen late: before it other knobs closed windows
-        if not self._stays or not stats.closed or not of_these or setting is None:
+        changing = self.state
+        of_these = stats.step > self._from  # a whole window of theirs: that step closed one of other knobs
+        if not isinstance(changing, Changing) or not changing.stays or not stats.closed or not of_these:
             return
-        self._asked, self._stays, self._from = None, False, stats.step
-        self._worker.applied(stats.step, setting)
-        self._disturbance()  # what was before does not count
+        self._from = stats.step
+        self._worker.applied(stats.step, changing.setting)
+        self._begin(changing)
+
+    def _begin(self, changing: Changing) -> None:
+        """The knobs hold: measure under them where that is still wanted."""
+        self.state = Resting()
+        if changing.request is not None:
+            self.state = Block(changing.request, rates(self._optimizer.param_groups))
+            self._disturbance()  # what was before does not count
 
     def _settle(self) -> None:
         """Take note of what became of a change, once that is known."""
-        verdict = None if self._asked is None or self._stays else self._changes.verdict()
-        if verdict is None or self._asked is None:
+        changing = self.state
+        verdict = self._changes.verdict() if isinstance(changing, Changing) and not changing.stays else None
+        if verdict is None or not isinstance(changing, Changing):
             return
-        setting, self._asked = self._asked, None
-        wanted = self.request is not None and self._asked_for is self.request
         if verdict.step is not None:
-            self._applied_after(verdict.step, setting)
-        if verdict.step is None and wanted:
+            self._applied_after(verdict.step, changing.setting)
+            self._begin(changing)
+        elif changing.request is not None:
             self._fail(verdict)
-        elif verdict.refused:
+            return
+        else:
+            self.state = Resting()
+        if verdict.refused:
             _logger.warning(
                 "The settings %s stay for now: they could not be changed (%s).", self._applied, verdict.refused
             )
-        elif wanted:
-            self._disturbance()  # what was before does not count
-        elif verdict.void or self._applied != self.incumbent:
+        elif changing.request is None and (verdict.void or self._applied != self.incumbent):
             self._restore()  # it was given up meanwhile
 
     def _applied_after(self, step: int, setting: Setting) -> None:
@@ -415,39 +502,40 @@ class Executor:
 
     def _fail(self, verdict: Verdict) -> None:
         """What was asked for cannot be measured."""
-        between = self._between = self.outside.taken()
+        between = self.outside.taken()
         reason = verdict.refused or verdict.void
         status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
+        self.state = Resting()
         self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
 
     def _take(self, stats: StepStats) -> None:
         """Count a step, and hand over what came of the request where it is over."""
-        request, step_ms = self.request, stats.step_ms or 0.0
-        if request is None or self._asked is not None or stats.step <= self._from or self._is_made_ready(stats):
+        block, step_ms = self.state, stats.step_ms or 0.0
+        if not isinstance(block, Block) or stats.step <= self._from or self._is_made_ready(block, stats):
             self._count("change", step_ms, challenges=self.outside.add(stats.step, step_ms))
             return
+        request = block.request
         self._count("measurement", step_ms, challenges=request.role not in OF_INCUMBENT)
-        if not self._discarded and not self._steps:
-            self._between = self.outside.taken()
-        if len(self._discarded) < request.discard:
-            self._discarded.append(step_ms)
-            if len(self._discarded) == request.discard:
+        if not block.begun:
+            block.between = self.outside.taken()
+        if len(block.discarded) < request.discard:
+            block.discarded.append(step_ms)
+            if len(block.discarded) == request.discard:
                 self._disturbance()  # the change itself may look like one, and these do not count
         else:
-            self._steps.append(step_ms)
-            self._stats.append(stats)
-            if len(self._steps) == 1:
-                self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
-        reason = request.abort_reason(self._discarded, self._steps, self._before_ms)
-        if reason is None and len(self._steps) < request.steps:
-            return
-        disturbed = self._disturbance()
-        if disturbed is not None:
-            self._hand(self._outcome("void", disturbed))
-        elif reason is not None:
-            self._hand(self._outcome("aborted", reason))
-        else:
-            self._hand(self._outcome("measured", ""))
+            self._keep(block, stats, step_ms)
+        if len(block.steps) >= request.steps or request.ends_early(block.discarded, block.steps):
+            disturbed = self._disturbance()
+            self._hand(self._outcome(block, "measured" if disturbed is None else "void", disturbed or ""))
+
+    def _keep(self, block: Block, stats: StepStats, step_ms: float) -> None:
+        block.steps.append(step_ms)
+        block.stats.append(stats)
+        taken_ms = None if self._stolen is None else self._stolen.of(stats.step)
+        if taken_ms is not None:
+            block.taken.append(taken_ms)
+        if len(block.steps) == 1:
+            self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
 
     def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
         if challenges:
@@ -456,40 +544,49 @@ class Executor:
             self._of_incumbent_ms.append(step_ms)
             self.counter.trained(step_ms / 1e3, self.gain_share)
 
-    def _is_made_ready(self, stats: StepStats) -> bool:
+    def _is_made_ready(self, block: Block, stats: StepStats) -> bool:
         """Whether host memory was pinned for this setting beside a step, or in its window: measured are later ones."""
-        if self._discarded or self._steps:
+        if block.begun:
             return False
-        found = self._pinning or stats.pin_ms > 0
-        self._pinning = found and (stats.pin_ms > 0 or not stats.closed)
+        found = block.pinning or stats.pin_ms > 0
+        block.pinning = found and (stats.pin_ms > 0 or not stats.closed)
         return found
 
-    def _outcome(self, status: str, reason: str) -> Outcome:
+    def _outcome(self, block: Block, status: Literal["measured", "void"], reason: str) -> Outcome:
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
         return Outcome(
-            status=status,  # type: ignore[arg-type]
-            steps_ms=tuple(self._steps),
-            discarded_ms=tuple(self._discarded),
+            status=status,
+            steps_ms=tuple(block.steps),
+            discarded_ms=tuple(block.discarded),
             tokens=self._tokens,
-            device_bytes=self._optimizer.device.peak_bytes(),
-            host_bytes=sum(v for use, v in self._optimizer.host_bytes().items() if use not in ("spare", "peak")),
+            moves=tuple(one.coverage_curve is not None or one.churn is not None for one in block.stats),
+            taken_ms=tuple(block.taken) if len(block.taken) == len(block.steps) else (),
+            device_bytes=optimizer.device.peak_bytes(),
+            host_bytes=sum(v for use, v in optimizer.host_bytes().items() if use not in ("spare", "peak")),
             reason=reason,
-            between=self._between,
-            pace=Pace.of(self._stats),
+            between=block.between,
+            pace=Pace.of(block.stats),
             ranks_ms=self._changes.ranks_ms(),
-            movement_percent=at_full_rate(movement_percent(self._stats), self._optimizer.param_groups, self._rates),
-            movement_rate=rate_at_full(self._optimizer.param_groups, self._rates),
-            before_ms=None if self.request is None or self.request.role in OF_INCUMBENT else self._before_ms,
+            movement_percent=at_full_rate(movement_percent(block.stats), groups, block.rates),
+            movement_rate=rate_at_full(groups, block.rates),
         )
 
     def _void(self, reason: str) -> Outcome:
         """Of a measurement that is given up, perhaps before its first step."""
-        if not self._discarded and not self._steps:
-            self._between = self.outside.taken()
-        return self._outcome("void", reason)
+        block = self.state
+        if not isinstance(block, Block):
+            return Outcome("void", tokens=self._tokens, reason=reason, between=self.outside.taken())
+        if not block.begun:
+            block.between = self.outside.taken()
+        return self._outcome(block, "void", reason)
 
     def _hand(self, outcome: Outcome | None) -> None:
         """Let the worker think; meanwhile nothing but the incumbent runs."""
-        self.request, self._handed = None, True
+        if isinstance(self.state, Block):
+            self.state = Resting()
+        elif isinstance(self.state, Changing):
+            self.state = replace(self.state, request=None)
+        self._handed = True
         self._worker.hand(outcome)
         self._restore()
 
@@ -515,18 +612,27 @@ class Executor:
         """Let the incumbent run, if something else does, or is about to."""
         if not self._optimizer.trains:
             return  # closed: no step will have them
-        if self._stays:
-            self._asked, self._stays = None, False
-        if self._asked is not None and self._asked != self.incumbent:
-            self._changes.withdraw()  # its verdict comes first
-        elif self._asked is None and self._applied != self.incumbent:
+        changing = self.state
+        if isinstance(changing, Changing) and changing.stays:
+            changing = self.state = Resting()
+        if isinstance(changing, Changing):
+            if changing.setting != self.incumbent:
+                self._changes.withdraw()  # its verdict comes first
+        elif self._applied != self.incumbent:
+            over = self.over
             self._ask(self.incumbent)
+            if over:
+                self.state = Over()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        self.request, self.over = None, True
+        if isinstance(self.state, Changing) and not self.state.stays:
+            self.state = replace(self.state, request=None)
+        else:
+            self.state = Resting()
         self._restore()
+        self.state = Over()
 
     def _is_wrong(self) -> bool:
         """Look at the losses that are there; restore the starting point's knobs where training goes wrong."""

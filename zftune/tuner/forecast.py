@@ -1,11 +1,8 @@
-"""The planner as a search sees it: how long a setting takes, whether it fits, and which to propose next."""
+"""The planner as a search sees it: how long a setting takes, and whether it fits."""
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,146 +18,9 @@ from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.quality import assumed_coverage
 from zftune.tuner.space import TOPK_RATIOS, Coverage, Forecast, Setting, Space
-from zftune.tuner.states import Sampler
 
 if TYPE_CHECKING:
-    from optuna.samplers import BaseSampler
-
     from zftune.tuner.training_info import WorldInfo
-
-
-MOST_REJECTIONS = 20
-"""Candidates that the planner rejects, in one question."""
-_MOST_REPEATS = 3
-"""Of a setting that was tried: then the sampler has nothing to say but that setting, and each time takes as long."""
-_CONSTRAINT = "planner"
-_POOL = 48
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What is known of a setting."""
-
-    setting: Setting
-    value: float
-    """Logarithm of its time per token, measured or predicted."""
-    constraint: float
-    """Above 0: it is not allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """What the planner says of a candidate."""
-
-    told: Observation
-    taken: bool
-    """Whether it was tried before."""
-    reason: str = ""
-    """Why it is not allowed."""
-    forecast: Forecast | None = None
-    """What it follows from."""
-
-    @property
-    def rejected(self) -> bool:
-        """Whether it must not run."""
-        return self.told.constraint > 0
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """An answer."""
-
-    chosen: Evaluation | None
-    """None: nothing is left that is allowed and was not tried."""
-    rejected: tuple[Evaluation, ...]
-    """Candidates on the way to it."""
-    source: str = "search"
-    """Who proposes it: "planner" where nobody else could be asked."""
-
-
-Judge = Callable[[Setting], Evaluation]
-
-
-def propose(space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int) -> Proposal:
-    """The setting to measure next; `sampler` "random" ignores what is known."""
-    rejected: list[Evaluation] = []
-    found = _asked(space, told, judge, sampler, seed, rejected) if space.dimensions and sampler != "none" else None
-    return Proposal(found or (None if sampler == "none" else likely(space, judge, seed)), tuple(rejected))
-
-
-def _asked(
-    space: Space, told: Sequence[Observation], judge: Judge, sampler: Sampler, seed: int, rejected: list[Evaluation]
-) -> Evaluation | None:
-    import optuna
-    from optuna.distributions import IntDistribution
-
-    with _quiet():
-        study = optuna.create_study(direction="minimize", sampler=_sampler(sampler, seed))
-        choices: dict[str, optuna.distributions.BaseDistribution] = {
-            one.name: IntDistribution(0, len(one.choices) - 1) for one in space.dimensions
-        }
-        study.add_trials(
-            optuna.trial.create_trial(
-                value=one.value,
-                params=space.indices(one.setting),
-                distributions=choices,
-                constraints={_CONSTRAINT: one.constraint},
-            )
-            for one in told
-        )
-        repeats = Counter[Setting]()
-        for _ in range(MOST_REJECTIONS):
-            trial = study.ask(choices)
-            judged = judge(space.setting(trial.params))
-            if not judged.rejected and not judged.taken:
-                return judged
-            repeats[judged.told.setting] += judged.taken
-            if repeats[judged.told.setting] > _MOST_REPEATS:
-                return None
-            trial.set_constraint(_CONSTRAINT, judged.told.constraint)
-            study.tell(trial, judged.told.value)
-            if judged.rejected and not judged.taken and judged not in rejected:
-                rejected.append(judged)
-    return None
-
-
-def likely(space: Space, judge: Judge, seed: int) -> Evaluation | None:
-    """The best by prediction of some allowed settings that were not tried."""
-    allowed = list(space.settings())
-    order = np.random.default_rng(seed).permutation(len(allowed))
-    pool: list[Evaluation] = []
-    for index in order:
-        judged = judge(allowed[index])
-        if not judged.rejected and not judged.taken:
-            pool.append(judged)
-        if len(pool) == _POOL:
-            break
-    return min(pool, key=lambda one: one.told.value, default=None)
-
-
-def _sampler(name: Sampler, seed: int) -> BaseSampler:
-    import optuna
-
-    if name == "tpe":
-        return optuna.samplers.TPESampler(n_startup_trials=0, seed=seed)
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    return optuna.samplers.GPSampler(n_startup_trials=0, seed=seed)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Optuna's log lines and its warnings about new features off the user's screen."""
-    import optuna
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)
 
 
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from zftune.store.account import Count, saved_with_error
 from zftune.store.types import TrialState
-from zftune.tuner.scores import ERRORS, LEAST_GAIN, ExplorationCost, Gain, steps_of
+from zftune.tuner.blocks import block_steps
+from zftune.tuner.cost import ExplorationCost
+from zftune.tuner.evidence import ERRORS, Gain
 from zftune.tuner.space import Setting
-from zftune.tuner.states import REFERENCES, Outcome, Trial
+from zftune.tuner.states import Outcome, Trial
 
 if TYPE_CHECKING:
     from zftune.tuner.search import Search
     from zftune.tuner.trials import TrialTable
 
 
-_TRIED = (TrialState.MEASURED, TrialState.ABORTED, TrialState.CRASHED)
+OPENING_BLOCKS = 4
+"""Of the incumbent, before the first comparison."""
+_TRIED = (TrialState.MEASURED, TrialState.CRASHED)
 BARRED: Mapping[str, str] = {
     "crash": "it crashed before",
     "rollback": "somebody has rolled it back",
 }
 """Why a setting is not tried again, by kind; without a full stop."""
-LONG_WAIT_S = 5.0
-"""That waiting for a core has to take to be worth a word."""
-_TOO_NOISY = "took times that are too noisy to tell"
 
 
 def commanded(kind: str, details: Mapping[str, Any]) -> str:
@@ -74,32 +75,6 @@ def parted(steps: int) -> str:
     return f"Tuning ended {taken} after the training's last start; it went on, and what it did then is not known."
 
 
-def other_times(found: Gain) -> str:
-    """The incumbent does not take what it took before."""
-    how = "shorter" if found.share > 0 else "longer"
-    return f"Steps are {100 * abs(found.share):.1f}% {how} than before: the search begins again."
-
-
-def unsteady(restarts: int, *, waits: bool) -> str:
-    """Times changed repeatedly: `restarts` of the search since it last ended."""
-    then = "From here on it waits ever longer before it begins again" if waits else "It ends"
-    return (
-        f"Step times changed {restarts} times before the search came to its end. {then}; the best settings so far "
-        "stay. Look for other programs on this machine, and for clocks or a link that change; where steps differ in "
-        "size, say so with zftune.log_tokens."
-    )
-
-
-def waits(steps: int) -> str:
-    """It does not begin again at once."""
-    return f"Step times keep changing: the search begins again once they stay as they are for {steps} steps."
-
-
-def other_tokens(tokens: int, before: int) -> str:
-    """The user says that steps are of another size."""
-    return f"A step has {tokens} tokens now instead of {before}: the search begins again."
-
-
 def made_room(trial: Trial, tight: Trial, outcome: Outcome, limit_bytes: int | None) -> str:
     """The peak has come too near to the end of the memory."""
     return (
@@ -113,51 +88,62 @@ def made_earlier(trial: Trial, late: Trial, why: str) -> str:
     return f"Adopted for the quality: {_what(trial, late)}: under {late.setting.differences(trial.setting)} {why}."
 
 
-_WORTH = f"{100 * LEAST_GAIN:.0f}%"
+def other_tokens(tokens: int, before: int) -> str:
+    """The user reports steps of another size."""
+    return f"A step has {tokens} tokens now instead of {before}: what is known counts for less from here on."
 
 
-def none_left(fixed_because: str) -> str:
-    """Every allowed setting was tried; `fixed_because` "": settings that change the trajectory are free."""
+def other_pace(what: str) -> str:
+    """The machine's rates changed, by the bytes and times that were counted; `what` names the figures."""
+    return f"The machine changed, from {what}: the planner is asked again, and what is known counts for less."
+
+
+SURPRISED = "Two comparisons contradict what was known: it counts for less from here on."
+
+
+def nothing_worth(fixed_because: str) -> str:
+    """No setting is worth a comparison; `fixed_because` "": settings that change the trajectory are free."""
     if fixed_because:
-        return f"No setting is left to be tried: those that change the trajectory stay, since {fixed_because}."
-    return "No setting is left to be tried that the quality allows."
+        return f"No setting is worth another comparison: those that change the trajectory stay, since {fixed_because}."
+    return "No setting is worth another comparison: none is expected to be faster."
 
 
-def slower(trial: Trial, incumbent: Trial, seen: Gain) -> str:
-    """A look was not promising."""
-    error = f" +/- {200 * seen.error:.1f}%"
-    if not seen.tells:
-        how = f"{_TOO_NOISY} whether it is faster than the best so far"
-    elif seen.share < 0:
-        how = f"is {-100 * seen.share:.1f}{error} slower than the best so far when that was measured"
-    else:
-        worth = f"less than the {_WORTH} that a change has to be worth"
-        how = f"saves {100 * seen.share:.1f}{error} of what the best so far took when that was measured, {worth}"
-    return f"Not adopted after one look: {_what(trial, incumbent)} {how}."
+def adopted(trial: Trial, incumbent: Trial, found: Gain, units: int) -> str:
+    """A challenger is faster, by its own units."""
+    return f"Adopted: {_what(trial, incumbent)} saves {found} of the step time in {_units(units)}."
 
 
-def compared(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool, hidden: bool = False) -> str:
-    """A comparison for speed; `hidden`: it would have won, had measurements of the same setting agreed."""
-    what, needed = _what(trial, incumbent), f"{100 * found.needed:.1f}%"
-    if adopted:
-        noise = found.needed > LEAST_GAIN
-        least = f"the {needed} that noise could explain" if noise else f"the {_WORTH} that a change has to be worth"
-        return f"Adopted: {what} saves {found} of the step time, more than {least}."
-    if found.holds:
-        return (
-            f"Not adopted: {what} saves {found}, but step times changed meanwhile: it was not faster than both "
-            "measurements beside it."
-        )
-    if not found.tells:
-        return f"Not adopted: {what} {_TOO_NOISY} whether it is faster than the best so far."
-    if trial.source in REFERENCES:
-        with_what = "the starting point" if trial.source == "start" else required(str(trial.setting))
-        return f"Compared with {with_what} again: the best so far {_gains(found.reverse)}."
-    why = ", since measurements of the same setting differ by more than their steps explain" if hidden else ""
+def kept(trial: Trial, incumbent: Trial, found: Gain, units: int) -> str:
+    """The visit of a challenger ended, and it was not adopted."""
+    how = f"saves {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
+    return f"Not adopted: {_what(trial, incumbent)} {how} in {_units(units)}."
+
+
+def crashed(trial: Trial, reason: str) -> str:
+    """A challenger was refused, or a training did not survive it."""
+    return f"Crashed, and not tried again: {trial.setting}: {reason}."
+
+
+def void(trial: Trial, times: int, reason: str) -> str:
+    """Measurements did not count, one after the other."""
+    return f"Given up: {times} measurements of {trial.setting} did not count, the last because {reason}."
+
+
+def enough(made: int, most: int) -> str:
+    """The limit on measurements is reached."""
+    return f"{made} of at most {most} measurements were made: a comparison takes two more."
+
+
+def spent(cost: ExplorationCost) -> str:
+    """The next comparison might cost more than exploring may."""
     return (
-        f"Not adopted: {what} {_gains(found)} against the best so far, measured before and after it; a change must "
-        f"gain more than {needed}{why}."
+        f"Exploring has cost {cost.spent_s:.1f} s of at most {cost.allowed_s:.1f} s ({cost.floor_s:g} s, or "
+        f"{100 * cost.share:g}% of the time so far): the next comparison may need more than is left."
     )
+
+
+def _units(count: int) -> str:
+    return f"{count} comparison{'' if count == 1 else 's'}"
 
 
 def other_best(
@@ -201,93 +187,9 @@ def required(setting: str) -> str:
     return f"what quality or GPU memory required ({setting})"
 
 
-def _gains(found: Gain) -> str:
-    if not found.tells:
-        return f"{_TOO_NOISY} what it saves"
-    return f"gains {found}" if found.share >= 0 else f"costs {Gain(-found.share, found.error)}"
-
-
-def tied(trial: Trial, incumbent: Trial, found: Gain, *, adopted: bool) -> str:
-    """A comparison for staleness and memory."""
-    before, after = incumbent.setting.mean_staleness_steps, trial.setting.mean_staleness_steps
-    why = f"a mean staleness of {after:.1f} steps instead of {before:.1f}" if after < before else "less memory"
-    what = f"{_what(trial, incumbent)} {_gains(found)} of the step time"
-    if adopted:
-        return f"Adopted for {why}: {what}, and is not likely to cost more than {_WORTH}."
-    return f"Not adopted for {why}: {what}, and may cost more than {_WORTH}."
-
-
-def failed(trial: Trial, incumbent: Trial, outcome: Outcome) -> str:
-    """A trial was aborted or crashed."""
-    if outcome.status == "aborted":
-        return f"Cut short: {_what(trial, incumbent)}: {outcome.reason}."
-    return f"Crashed, and not tried again: {trial.setting}: {outcome.reason}."
-
-
 def incumbent_failed(trial: Trial, reason: str) -> str:
     """The incumbent itself could not be measured."""
     return f"The search ends: the best settings so far ({trial.setting}) could not go on: {reason}."
-
-
-def void(trial: Trial, challenger: Trial, times: int, reason: str) -> str:
-    """Measurements did not count, one after the other; also those that a challenger was to be compared with."""
-    why = f"{times} measurements of {trial.setting} did not count, the last because {reason}"
-    if trial is challenger:
-        return f"Given up: {why}."
-    return f"Given up: {challenger.setting} could not be compared, since {why}."
-
-
-def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = (), uncompared: int = 0) -> str:
-    """The result when the first setting is the best; without a full stop.
-
-    `tried` counts settings that were measured, aborted or crashed, without the first; `uncompared` those of them that
-    were measured without a decision.
-    """
-    if "adopt" in kinds and "rollback" in kinds:
-        return "What had been adopted was rolled back"
-    if "adopt" in kinds and "guard" in kinds:
-        return "What had been adopted was taken back, since training went wrong"
-    if not measured:
-        return "Nothing was measured, so that nothing is known of any setting"
-    if moved := {"movement", "memory"} & set(kinds):
-        why = "the quality" if "movement" in moved else "GPU memory"
-        if "adopt" in kinds:
-            return f"What had been adopted was given up for {why}"
-        return f"Settings were changed for {why}, none for speed"
-    if tried == 0:
-        return "No other setting was measured, so that nothing is known of them"
-    what = f"{'was' if uncompared == 1 else 'were'} measured, but not compared with those that it began with"
-    if tried == 1:
-        return f"The one other setting that was tried {what if uncompared else 'was not adopted'}"
-    said = f"None of the {tried} other settings that were tried was adopted"
-    return f"{said}; {'one' if uncompared == 1 else uncompared} of them {what}" if uncompared else said
-
-
-def patience(misses: int) -> str:
-    """Nothing faster was found for a while: `misses` settings in a row were not adopted for their speed."""
-    return f"The last {misses} settings that were tried were not adopted for their speed."
-
-
-def enough(made: int, most: int, needed: int) -> str:
-    """The limit on measurements is reached."""
-    count, left = f"{made} of {most} measurements {'was' if made == 1 else 'were'} made", most - made
-    if left <= 0:
-        return f"{count}."
-    verb = "is" if left == 1 else "are"
-    return f"{count}: another setting may take {needed} with its comparison, and {left} {verb} left."
-
-
-def spent(cost: ExplorationCost, kept: float) -> str:
-    """The cost of exploring has reached its limit, or the next setting might exceed it.
-
-    `kept` is the share of the limit reserved for settings that no search proposes.
-    """
-    keeps = f", since {kept:.0%} is kept for the planner's settings once step times change" if kept else ""
-    return (
-        f"Exploring has cost {cost.spent_s:.1f} s more than the best settings so far would have taken, of at most "
-        f"{cost.allowed_s:.1f} s ({100 * cost.share:g}% of the time so far, and an allowance to begin with): the next "
-        f"setting may need more than is left{keeps}."
-    )
 
 
 NOT_KNOWN_YET = (
@@ -309,32 +211,18 @@ def _what(trial: Trial, incumbent: Trial) -> str:
     return trial.setting.differences(incumbent.setting) or str(trial.setting)
 
 
-def waits_for_others(waited_s: float) -> str:
-    """Why choosing takes long where runs share a sampler; without a full stop."""
-    what = f"choosing the next setting has waited {waited_s:.0f} s for its turn"
-    return f"{what}: those of other runs of this daemon come first"
+def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) -> str:
+    """The result when nothing was adopted for its speed; without a full stop. `tried` counts other settings."""
+    if "adopt" in kinds and (taken := {"rollback", "guard", "movement", "memory"} & set(kinds)):
+        return f"What had been adopted was taken back ({', '.join(sorted(taken))})"
+    if not measured:
+        return "Nothing was measured"
+    if tried == 0:
+        return "No other setting was measured"
+    return f"None of {tried} other settings was adopted" if tried > 1 else "The one other setting was not adopted"
 
 
-def planner_alone(why: str) -> str:
-    """The sampler has failed; `why` has no full stop."""
-    return f"The planner alone proposes settings from here on: {why}."
-
-
-def waits_for_core(waited_s: float, since: Literal["so far", "in all", "now"]) -> str:
-    """Why choosing takes long: the sampler has waited `waited_s` for a core; without a full stop."""
-    what, when = ("the next setting", "") if since == "now" else ("settings", f" {since}")
-    return f"choosing {what} has waited {waited_s:.0f} s for a core{when}: the training and other programs take them"
-
-
-def conclusion(
-    search: Search | None,
-    count: Count,
-    *,
-    steps: int,
-    begins: int,
-    over: bool,
-    waited_s: float = 0.0,
-) -> tuple[int, str]:
+def conclusion(search: Search | None, count: Count, *, steps: int, begins: int, over: bool) -> tuple[int, str]:
     """The last words, and the level that they are logged with: a warning where no setting could be tried.
 
     Where some could be it is up to four lines: knobs kept, time spent, gain with its error, what the guard did. `steps`
@@ -343,19 +231,16 @@ def conclusion(
     """
     took = f"zftune tuned nothing: the training took {steps} step{'' if steps == 1 else 's'}"
     early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
-    waited = f" ({waits_for_core(waited_s, 'in all')})" if waited_s >= LONG_WAIT_S else ""
-    if waited and not over and (search is None or search.book.trials[0].state is not TrialState.MEASURED):
-        return logging.WARNING, f"{took} and ended before a first measurement{waited}."
     if search is None:
         return logging.WARNING, f"{early} of preparation."
     book, start = search.book, search.book.trials[0].setting
     tried = len({trial.setting for trial in book.trials if trial.state in _TRIED} - {start})
     measured = book.trials[0].state is TrialState.MEASURED
     if not over and not measured:
-        needed = start.update_interval + steps_of(start.update_interval)
+        needed = start.update_interval + OPENING_BLOCKS * block_steps(start.update_interval)
         return logging.WARNING, f"{early} of preparation and takes {needed} more steps."
     if not over and not tried:
-        return logging.WARNING, f"{took}, and only the settings that it began with were measured{waited}."
+        return logging.WARNING, f"{took}, and only the settings that it began with were measured."
     return logging.INFO, "\n".join(_lines(search, count, tried=tried, measured=measured))
 
 
@@ -363,14 +248,10 @@ def _lines(search: Search, count: Count, *, tried: int, measured: bool) -> Itera
     book = search.book
     guarded = [note.reason for note in search.notes if note.kind == "guard"]
     reason = search.notes[-1].reason if search.notes and search.notes[-1].kind != "guard" else ""
-    decided = {note.trial for note in search.notes if note.kind in ("adopt", "keep", "abort")}
-    measured_only = {trial.setting for trial in book.trials if trial.state is TrialState.MEASURED}
-    measured_only -= {trial.setting for trial in book.trials if trial.number in decided} | {book.trials[0].setting}
-    kinds = {note.kind for note in search.notes}
-    nothing = nothing_adopted(measured=measured, tried=tried, kinds=kinds, uncompared=len(measured_only))
+    nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
     yield from _kept(book.incumbent.setting, book.gain, count)
     over = "" if book.reference == book.trials[0].setting else f" of {reference(book)}"
-    yield f"{_gained(book.gain, nothing, since=book.gain_age, over=over)} {reason}".rstrip()
+    yield f"{_gained(book.gain, nothing, over=over)} {reason}".rstrip()
     if guarded:
         yield f"Guard: {' '.join(guarded)}"
 
@@ -384,11 +265,8 @@ def _kept(incumbent: Setting, gain: Gain | None, count: Count) -> Iterator[str]:
     yield f"Time spent: exploring took {more}."
 
 
-def _gained(gain: Gain | None, nothing: str, since: int = 0, over: str = "") -> str:
-    if gain is None:
-        return f"Gain: none. {nothing}."
-    often = "" if since == 1 else f", {since} times since"
-    return f"Gain: {gain} of the step time{over}{f', measured before the search began again{often}' if since else ''}."
+def _gained(gain: Gain | None, nothing: str, over: str = "") -> str:
+    return f"Gain: none. {nothing}." if gain is None else f"Gain: {gain} of the step time{over}."
 
 
 def counted_alone(incumbent: Setting | None, gain: Gain | None, count: Count, record: str | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +13,17 @@ from typing import TYPE_CHECKING, Literal
 
 from zftune.errors import ZftuneError, noting
 from zftune.store.account import Account, Count, Heart
-from zftune.store.types import LEASE_S, Decision, DecisionKind, Run, TrialState
+from zftune.store.types import LEASE_S, Decision, DecisionKind, Measurement, NewTrial, Progress, Run, TrialState
 from zftune.tuner import messages
+from zftune.tuner.blocks import block_value
 from zftune.tuner.curve import CurveBuilder
-from zftune.tuner.rows import Followed, lives, measurement_row, rebuild
 from zftune.tuner.search import Search
-from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, TRAINED_ON, Outcome, Request, Stopped
+from zftune.tuner.states import AT_S, LEARNING_RATE, OF_INCUMBENT, TRAINED_ON, Outcome, Request, SearchState, Trial
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pydantic import TypeAdapter
 
     from zftune.store.store import Store
 
@@ -47,17 +51,15 @@ class StoreRecorder:
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
         """Says beside the rows what this process counts; None: it does not train, or does not yet."""
-        self._cost = (0.0, 0.0)
-        """What the search had spent, and in how long, before what it is told next."""
-        self._stopped: str | None = None
-        """Why the search had ended when it asked last; None: it had not."""
         self._ids: list[int] = []
+        self._states: dict[int, TrialState] = {}
+        """Of trials, as they are written down."""
         self._outcomes = 0
         self._notes = 0
+        self.earlier_notes = 0
+        """How many of the search's decisions are of earlier lives of the run."""
         self._remarks: set[str] = set()
         """That were written down: one that comes back, as in each life of a run, says nothing new."""
-        self.life = 0
-        """How often the run was resumed before, as far as something was measured then."""
         self._lease_until = time.monotonic() + LEASE_S
         self._runs = False
         """Whether a challenger was written down as in flight, and nothing was heard of it."""
@@ -92,7 +94,7 @@ class StoreRecorder:
         if not process and self._heart is None:
             self._heart = Heart(self._store.pulse(self._run), counted)
 
-    def resume(self, search: Search, rate: float | None = None, *, is_another: bool = False) -> Followed:
+    def resume(self, search: Search, rate: float | None = None, *, is_another: bool = False) -> None:
         """Bring a new search to the stored state of this run; its first request is the incumbent.
 
         `rate` is the highest learning rate of the training that continues. `is_another`: it begins with its first step,
@@ -100,36 +102,37 @@ class StoreRecorder:
 
         Raises:
             StoreError: the store could not be read or written.
-            ZftuneError: the rows are not those of such a search.
+            ZftuneError: the state is not that of such a search.
         """
-        rows = self._store.trials(self._run.run_id)
-        measurements = {row.trial_id: self._store.measurements(row.trial_id) for row in rows}
-        decisions = self._store.decisions(self._run.run_id)
-        followed = rebuild(search, rows, measurements, decisions)
-        self._cost = search.cost.spent_s, search.cost.elapsed_s
+        rows, found = self._store.trials(self._run.run_id), self._store.search_state(self._run.run_id)
+        if found is not None:
+            try:
+                state = state_adapter().validate_python(found)
+            except ValueError as error:
+                raise ZftuneError(f"what its search knew cannot be read ({str(error).splitlines()[0]})") from error
+            search.restore(state, self._store.decisions(self._run.run_id))
         if is_another:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
         else:
             self.curve.join(self._store.curve(self._run.run_id))
         self._ids = [row.trial_id for row in rows]
-        self._outcomes = sum(map(len, measurements.values()))
-        self.life = lives(measurements) - 1
-        for crash in followed.crashes:
-            trial = search.book.trials[crash.trial]
-            request = Request(trial.setting, "b" if crash.role == "b" else "explore", trial.number, 0, 0)
-            self._measured(request, crash.outcome, None)
-        self._remarks.update(one.reason for one in decisions if one.kind == "remark")
-        self._notes = len(search.notes)
-        self.life += 1
+        self._states = {row.number: row.state for row in rows}
+        self._outcomes = sum(len(self._store.measurements(row.trial_id)) for row in rows)
+        self._notes = self.earlier_notes = len(search.notes)
+        self._remarks.update(one.reason for one in search.notes if one.kind == "remark")
+        for row in rows[: len(search.book.trials)]:
+            trial = search.book.trials[row.number]
+            if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
+                search.book.crash(trial, row.reason or "")
         total = self.account.total
         search.cost.catch_up(total.spent_s, total.seconds)
-        self._charge(search)
         search.begin_again()
+        for row, trial in zip(rows, search.book.trials, strict=False):
+            if row.state is TrialState.VOID and trial.state is TrialState.VOID:
+                trial.reason = row.reason or trial.reason
         if rate is not None and total.highest_rate and not total.has_learned_at(rate):
             search.remark(messages.other_rate(rate, total.highest_rate, is_another=is_another), **{LEARNING_RATE: rate})
-        self._trials(search)
-        self._decisions(search)
-        return followed
+        self._record(search)
 
     def hurry(self) -> None:
         """Wait for no database server any more."""
@@ -143,33 +146,31 @@ class StoreRecorder:
 
     def before(self, search: Search, request: Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
-        self._stopped = search.state.reason if isinstance(search.state, Stopped) else None
+        challenges = request.role not in OF_INCUMBENT
         if self.notices:
-            return None if request.role in OF_INCUMBENT else "The store takes no more: no setting can be tried safely."
+            return "The store takes no more: no setting can be tried safely." if challenges else None
         with self._keeping():
-            self._trials(search)
             self._hold(search, request)
-            if request.role not in OF_INCUMBENT:
+            if challenges:
                 self._tries(request.trial)
-                self._store.mark_in_flight(self._run, self._ids[request.trial])
+                self._record(search, in_flight=request.trial)
                 self._runs = True
-        if self.notices and request.role not in OF_INCUMBENT:
+            elif self._is_behind(search):
+                self._record(search)
+        if self.notices and challenges:
             self._tries(None)
             return f"No setting can be tried safely: {self.notices[-1]}"
         return None
 
     def after(self, search: Search, request: Request, outcome: Outcome) -> None:
-        """Write down what came of a request, and what was decided."""
+        """Write down what came of a request, what was decided, and what the search knows now."""
         self._runs = False
         if not self.notices:
             with self._keeping():
-                state = search.book.trials[request.trial].state
-                self._measured(
-                    request, outcome, None if outcome.status == "void" and state is not TrialState.VOID else state
-                )
-                self._charge(search)
-                self._trials(search)
-                self._decisions(search)
+                account = self._kept
+                if account is not None and self._process:
+                    search.cost.elapsed_s = max(search.cost.elapsed_s, account.total.seconds)
+                self._record(search, measured=None if request.role == "hold" else (request, outcome))
                 self._write_curve()
         self._tries(None)  # not before it is written what came of it
 
@@ -185,8 +186,7 @@ class StoreRecorder:
         """
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
-        self._trials(search)
-        self._decisions(search)
+        self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         """Record a command that does not concern the search. May be called from any thread.
@@ -235,8 +235,7 @@ class StoreRecorder:
         """Close the run; `unfinished`: the search was not over, so it can be resumed."""
         if not self.notices:
             with noting(self.notices):
-                self._trials(search)
-                self._decisions(search)
+                self._record(search)
                 self._write_curve()
             if self.notices:
                 self._tries(None)
@@ -271,47 +270,81 @@ class StoreRecorder:
             self._store.renew_lease(self._run, lease_s, self._kept)
             self._lease_until = time.monotonic() + lease_s
 
-    def _charge(self, search: Search) -> None:
-        """Let the search go by the account; what it was told of last may not be in there yet."""
+    def _is_behind(self, search: Search) -> bool:
+        return len(search.book.trials) > len(self._ids) or len(search.notes) > self._notes
+
+    def _record(
+        self, search: Search, measured: tuple[Request, Outcome] | None = None, in_flight: int | None = None
+    ) -> None:
+        """Write all that is new in one transaction."""
+        account, trials = self._kept, search.book.trials
+        states: dict[int, tuple[TrialState, str | None]] = {
+            one.number: (one.state, one.reason or None)
+            for one in trials
+            if self._states.get(one.number, TrialState.PLANNED) is not one.state
+            and one.state is not TrialState.REJECTED
+        }
+        if in_flight is not None:
+            states[in_flight] = (TrialState.IN_FLIGHT, None)
+        progress = Progress(
+            trials=tuple(_new(one) for one in trials[len(self._ids) :]),
+            states=states,
+            measured=None if measured is None else (measured[0].trial, self._row(*measured)),
+            decisions=tuple(self._decisions(search)),
+            search=state_adapter().dump_python(search.snapshot(), mode="json"),
+        )
+        made = self._store.record(self._run, progress, account)
+        first = len(self._ids)
+        if [one.number for one in made] != list(range(first, first + len(made))):
+            raise ZftuneError(f"trial {first} became another row: another process writes to this run")
+        self._ids += [one.trial_id for one in made]
+        self._states |= {one.number: one.state for one in made} | {
+            number: state for number, (state, _) in states.items()
+        }
+        self._notes = len(search.notes)
+        self._remarks.update(one.reason for one in progress.decisions if one.kind == "remark")
+        self._outcomes += measured is not None
+
+    def _row(self, request: Request, outcome: Outcome) -> Measurement:
+        """An outcome as a row of the store."""
         account = self._kept
-        if account is not None and self._process:
-            search.cost.elapsed_s = account.total.seconds
-        self._cost = search.cost.spent_s, search.cost.elapsed_s
+        known = {
+            "device_bytes": outcome.device_bytes, "host_bytes": outcome.host_bytes,
+            "ranks_ms": list(outcome.ranks_ms) or None, "movement_percent": outcome.movement_percent,
+            "movement_rate": outcome.movement_rate, "at_s": None if account is None else account.total.seconds,
+            "taken_ms": list(outcome.taken_ms) or None,
+        }  # fmt: skip
+        step_ms = math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0
+        return Measurement(
+            role=request.role,
+            steps=len(outcome.steps_ms),
+            step_ms=step_ms,
+            token_us=1e3 * step_ms / outcome.tokens,
+            mad_us=None,
+            began_unix_s=time.time() - outcome.seconds,
+            void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
+            steps_ms=outcome.steps_ms,
+            aggregates={
+                "sequence": self._outcomes,
+                "status": outcome.status,
+                "discarded_ms": list(outcome.discarded_ms),
+                "tokens": outcome.tokens,
+                **{name: value for name, value in known.items() if value is not None},
+            },
+        )
 
-    def _trials(self, search: Search) -> None:
-        for trial in search.book.trials[len(self._ids) :]:
-            row = self._store.add_trial(
-                self._run,
-                trial.setting.knobs(),
-                source=trial.source,
-                predicted_step_ms=trial.forecast.step_ms if trial.forecast is not None else None,
-                constraint=trial.constraint,
-                rejected=trial.reason if trial.state is TrialState.REJECTED else None,
-            )
-            if row.number != trial.number:
-                raise ZftuneError(f"trial {trial.number} became row {row.number}: another process writes to this run")
-            self._ids.append(row.trial_id)
-
-    def _measured(self, request: Request, outcome: Outcome, state: TrialState | None) -> None:
-        began_unix_s = time.time() - outcome.seconds
-        account = self._kept
-        row = measurement_row(
-            request, outcome, self._outcomes, began_unix_s=began_unix_s, life=self.life,
-            cost=self._cost, at_s=None if account is None else account.total.seconds,
-            stopped=self._stopped if request.role == "hold" else None, trials=len(self._ids),
-        )  # fmt: skip
-        self._store.add_measurement(self._run, self._ids[request.trial], row, state=state, account=account)
-        self._outcomes += 1
-
-    def _decisions(self, search: Search) -> None:
+    def _decisions(self, search: Search) -> Iterator[Decision]:
+        seen = set(self._remarks)
         for note in search.notes[self._notes :]:
-            if note.kind != "remark" or note.reason not in self._remarks or not _MAY_COME_BACK.isdisjoint(note.details):
-                self._decided(note)
-            if note.kind == "remark":
-                self._remarks.add(note.reason)
-            self._notes += 1
+            if note.kind != "remark" or note.reason not in seen or not _MAY_COME_BACK.isdisjoint(note.details):
+                yield self._dated(note)
+            seen.update([note.reason] if note.kind == "remark" else [])
 
     def _decided(self, decision: Decision) -> None:
+        self._store.add_decision(self._run, self._dated(decision), account=self._kept)
+
+    def _dated(self, decision: Decision) -> Decision:
+        """With the account's figures and the step that it was made at."""
         account = self._kept
         if account is not None:
             total, at_s = account.total, decision.details.get(AT_S)
@@ -321,10 +354,28 @@ class StoreRecorder:
             rounded = {name: round(value, 3) for name, value in known.items()}
             decision = replace(decision, details={**decision.details, **rounded})
         step = self.curve.last_step if decision.step is None else decision.step
-        self._store.add_decision(self._run, replace(decision, step=step), account=account)
+        return replace(decision, step=step)
 
     @property
     def _kept(self) -> Account | None:
         """The account, where somebody counts."""
         account = self.account
         return account if account.process else None
+
+
+@functools.cache
+def state_adapter() -> TypeAdapter[SearchState]:
+    """Makes JSON of what a search knows, and the reverse."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(SearchState)
+
+
+def _new(trial: Trial) -> NewTrial:
+    return NewTrial(
+        knobs=trial.setting.knobs(),
+        source=trial.source,
+        predicted_step_ms=None if trial.forecast is None else trial.forecast.step_ms,
+        constraint=trial.constraint,
+        rejected=trial.reason if trial.state is TrialState.REJECTED else None,
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zftune.errors import StoreError, ZftuneError, noting
@@ -24,14 +25,15 @@ from zftune.store.types import (
     Ratios,
     RunRecord,
     RunState,
+    TrialState,
     Withdrawal,
 )
 from zftune.tuner import messages
+from zftune.tuner.blocks import BLOCK_STEPS
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import score
-from zftune.tuner.search import MOST_RESTARTS, Search, SearchOptions
+from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space, feasible
-from zftune.tuner.states import COMPARED_AGAIN, LATE, LEARNING_RATE, LIFE, UNSEARCHED, BarredSetting
+from zftune.tuner.states import LEARNING_RATE, UNSEARCHED, BarredSetting
 
 if TYPE_CHECKING:
     from torch import dtype, nn
@@ -220,15 +222,13 @@ class Recording:
         try:
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken)
-            lost = recorder.resume(search, learning_rate, is_another=is_another).lost
+            recorder.resume(search, learning_rate, is_another=is_another)
         except ZftuneError as error:
             self.notices.append(_anew(run, error))
             if taken is not None:
                 with noting(self.notices, StoreError):
                     self._store.finish_run(taken)  # it would be found again and again
             return None
-        if lost:
-            self.notices.append(_given_up(run, lost))
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
         self._versions, self.recorder = run.versions, recorder
@@ -244,14 +244,12 @@ class Recording:
             What takes the place of the best settings so far, and why, a sentence; "": they hold.
         """
         known, space, late = len(search.notes), search.book.space, search.book.incumbent
-        life = 0 if self.recorder is None else self.recorder.life
         if here.movement_percent is not None:
             search.book.space = space.moving(here.movement_percent, here.movement_rate)
-            search.bound(**{LIFE: life})
+            search.bound()
         elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late.setting):
-            trial = search.book.trial_of(own)
-            reason = messages.made_earlier(trial, late, messages.NOT_KNOWN_YET)
-            search.go_on_with(trial, reason, **{LIFE: life, LATE: late.number})
+            search.go_on_with(own, messages.NOT_KNOWN_YET)
+            search.suggest(late.setting, "planner")
         if self.recorder is not None:
             with noting(self.notices):
                 self.recorder.write(search)
@@ -352,28 +350,19 @@ class Recording:
             self.notices.append(f"Preset {self._stake[0]} was slower in two later comparisons and is withdrawn.")
 
     def _keep_preset(self, search: Search) -> None:
-        gain, best = search.book.gain, search.book.incumbent
-        if gain is None or not best.samples:  # a search that began again has forgotten the start, and keeps the gain
+        gain, best, book = search.book.gain, search.book.incumbent, search.book
+        step_ms = book.step_ms(best)
+        if gain is None or step_ms is None or not gain.holds:
             return
         if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
             return
-        often = search.book.gain_age
-        if often >= MOST_RESTARTS:
-            self.notices.append(f"No preset is kept: the search began again {often} times since its gain was measured.")
-            return
-        about_gain = (note for note in reversed(search.notes) if note.kind == "adopt" or COMPARED_AGAIN in note.details)
-        if not gain.holds and COMPARED_AGAIN in getattr(next(about_gain, None), "details", ()):
-            what = f"compared with {messages.reference(search.book)} again, the best settings gain"
-            self.notices.append(f"No preset is kept: {what} {gain}.")
-            return
-        step_ms = score(best.samples) * search.book.tokens / 1e3
         evidence = Evidence(
             step_ms=step_ms,
-            baseline="start" if search.book.reference == search.book.trials[0].setting else "planner",
+            baseline="start" if book.reference == book.trials[0].setting else "planner",
             baseline_step_ms=step_ms / (1 - gain.share),
             gain_error=2 * gain.error,
             measurements=search.measurements,
-            steps=sum(len(one.token_us) for one in best.samples),
+            steps=sum(one.blocks for one in book.trials if one.setting == best.setting) * BLOCK_STEPS,
             measured_unix_s=time.time(),
         )
         self._store.save_preset(
@@ -392,7 +381,7 @@ class Recording:
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     """All that a search follows from except measurements: a run must share it to be resumed."""
-    names = ("seed", "sampler", "most_measurements", "patience")
+    names = ("seed", "sampler", "most_measurements")
     dimensions = {one.name: list(one.choices) for one in space.dimensions}
     return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
 
@@ -400,24 +389,17 @@ def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
 def stake_won(search: Search, setting: Setting) -> bool | None:
     """Whether a preset's setting won its comparisons in a search that is over; None: none was decisive."""
     book = search.book
-    trial = book.trials[0] if book.trials[0].setting == setting else book.find(setting)
-    if trial is None:
-        return None
-    faster = [one for one in book.adoptions if one.gain.holds]  # the others are less stale, or take less memory
-    if trial.number == 0:
-        compared = any("needed" in note.details for note in search.notes)
-        return not faster if compared or faster else None
-    if any(one.trial == trial.number for one in faster):
+    visits = {trial.number for trial in book.trials if trial.setting == setting}
+    if any(one.trial in visits for one in book.adoptions):
         return True
-    notes = [note for note in search.notes if note.trial == trial.number and note.kind in ("keep", "abort", "crash")]
-    lost = any(note.kind != "keep" or note.details.get("gain", 0.0) < 0 for note in notes)
-    return False if lost else None
+    if book.trials[0].setting == setting:
+        compared = any(trial.gains for trial in book.trials)
+        return None if not compared else not book.adoptions
+    if any(book.trials[number].state is TrialState.CRASHED for number in visits):
+        return False
+    gains = [gain for number in visits for gain in book.trials[number].gains]
+    return False if gains and fmean(gains) < 0 else None
 
 
 def _anew(run: RunRecord, error: Exception) -> str:
     return f"Run {run.run_id[:8]} cannot be gone on with ({error}): the search begins anew."
-
-
-def _given_up(run: RunRecord, count: int) -> str:
-    which = f"{count} of the measurements of run {run.run_id[:8]}"
-    return f"Something else would follow from {which}: what was compared there is compared anew, and all else is kept."

@@ -14,10 +14,9 @@ from zftune.quality import assumed_coverage
 from zftune.store.types import Match, Ratios, RunRecord
 from zftune.tuner import messages
 from zftune.tuner.forecast import PlannerForecast, forecast_for
+from zftune.tuner.pace import Pace, changed, ratios_of
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.recording import Recording, search_settings
-from zftune.tuner.sampler_process import SamplerError, SamplerProcess
-from zftune.tuner.scores import Pace, changed, ratios_of
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for, unsearched
 from zftune.tuner.states import LEARNING_RATE
@@ -114,7 +113,7 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     choice = _Choice("") if match is None else _choice(match, wanted)
     search = make(choice.start or own, wanted.options)
     if choice.candidate is not None:
-        search.agenda.suggest(choice.candidate, "preset")
+        search.suggest(choice.candidate, "preset")
     setting = choice.start or choice.candidate
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
     recording.begin(
@@ -134,9 +133,11 @@ def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchReques
         return None
     search = make(start, wanted.options)
     is_another = again is None and wanted.begins_anew
-    if recording.resume(run, search, wanted.learning_rate, is_another=is_another) is None:
+    recorder = recording.resume(run, search, wanted.learning_rate, is_another=is_another)
+    if recorder is None:
         return None
-    rate = next((note.reason for note in reversed(search.notes) if LEARNING_RATE in note.details), "")
+    new = search.notes[recorder.earlier_notes :]
+    rate = next((note.reason for note in reversed(new) if LEARNING_RATE in note.details), "")
     earlier = ""
     if again is None:
         own = wanted.own if wanted.begins_anew or rate else None
@@ -226,12 +227,11 @@ class Preparation:
         optimizer: ZenFlowOptimizer,
         wishes: TuneRequest,
         store: Callable[[], Store] | None,
-        sampler_process: SamplerProcess,
         company: WorldInfo = SINGLE_RANK,
         name: str | None = None,
     ) -> None:
         self.reader = Reader(optimizer, wishes, remembered=store is not None, company=company, name=name)
-        self._store, self._sampler_process = store, sampler_process
+        self._store = store
 
     @property
     def notices(self) -> list[str]:
@@ -241,13 +241,12 @@ class Preparation:
     def prepare(self, seen: WarmupStats) -> Prepared:
         """Make the search from the warm-up; may be called from any thread."""
         store = None if self._store is None else self._store()
-        return prepare(self.reader.facts(seen), store, self._sampler_process, self.notices)
+        return prepare(self.reader.facts(seen), store, self.notices)
 
 
 def prepare(
     facts: TrainingFacts,
     store: Store | None,
-    sampler_process: SamplerProcess,
     notices: list[str],
     run_id: str | None = None,
 ) -> Prepared:
@@ -271,7 +270,7 @@ def prepare(
         least = 0.0 if wishes.tune_memory else start.offload_ratio
         planning = None
         if isinstance(forecast, PlannerForecast):
-            planning = Planning(forecast, space, least, sampler_process, notices)
+            planning = Planning(forecast, space, least)
         planned = () if planning is None else planning.planned()[:1]
         search = Search(space, start, forecast, planned, options, planning)
         search.book.device_limit_bytes = facts.device_limit_bytes
@@ -311,13 +310,11 @@ def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[st
 
 @dataclass(slots=True)
 class Planning:
-    """The planner, asked in a process of its own; the forecast is of the machine at the beginning."""
+    """The planner, to be asked again; the forecast is of the machine at the beginning."""
 
     forecast: PlannerForecast
     space: Space
     least_ratio: float
-    sampler_process: SamplerProcess
-    notices: list[str]
 
     def learn(self, before: Pace | None, now: Pace) -> None:
         """Take in by how much the machine's rates have changed."""
@@ -325,14 +322,7 @@ class Planning:
 
     def planned(self) -> Sequence[Setting]:
         """The planner's own choices, best first."""
-        try:
-            found: list[Setting] = self.sampler_process.ask(
-                self.forecast.planned, self.space, least_ratio=self.least_ratio
-            )
-        except SamplerError as error:
-            self.notices.append(f"The planner proposes no setting of its own: {error}.")
-            return ()
-        return found
+        return self.forecast.planned(self.space, least_ratio=self.least_ratio)
 
 
 def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:

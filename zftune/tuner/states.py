@@ -1,22 +1,24 @@
-"""What a search asks for, what it is told, and where it stands. Plain data."""
+"""What a search asks for, what it is told, and all that it knows. Plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from zftune.store.types import Decision, TrialState
-from zftune.text import number
-from zftune.tuner.scores import Gain, Pace, Sample, departure, in_a_row, too_slow
+from zftune.store.types import TrialState
+from zftune.tuner.blocks import BlockNoise
+from zftune.tuner.cost import ExplorationCost
+from zftune.tuner.evidence import Gain
+from zftune.tuner.pace import Pace
 from zftune.tuner.space import Forecast, Setting
 
-Named = TypeVar("Named", bound=Hashable)
 Role = Literal["start", "explore", "a1", "b", "a2", "hold"]
-"""What a measurement is for: the starting point, a look at a setting, a comparison, or nothing but waiting."""
+"""What a measurement is for: the first blocks of the search, a challenger's first look, the blocks of a unit
+(incumbent, challenger, incumbent), or none: the incumbent runs."""
 OF_INCUMBENT: tuple[Role, ...] = ("start", "a1", "a2", "hold")
-Purpose = Literal["gain", "tie"]
-Sampler = Literal["gp", "tpe", "random", "none"]
+Sampler = Literal["belief", "gp", "tpe", "random", "none"]
 AT_S = "at_s"
 """In the details of a remark that is written down later: what the process that trains had counted when it was made."""
 LEARNING_RATE = "learning_rate"
@@ -24,16 +26,12 @@ UNSEARCHED = "unsearched"
 """In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
 TRAINED_ON = "trained_on"
 """In those of a remark: the tuning ended, and the training did not."""
-LIFE = "life"
-"""In those of a step to earlier updates: in which life of its run, before anything was measured in it."""
-LATE = "late"
-"""In the same: the trial whose updates came later, which is tried again."""
-TOKENS = "tokens"
-"""In those of a decision to begin again: how many a step has from here on; elsewhere that is no reason for it."""
-COMPARED_AGAIN = "compared_again"
-"""In those of a comparison: it measured anew what the best so far gains over its reference (see `Gains`)."""
 REFERENCES = ("start", "reference")
 """Who proposes what the best so far gains over: the starting point, or what had to take its place."""
+FAR_SLOWER = 3.0
+"""Times the incumbent's: a block that is so slow is ended early, and counts."""
+LEAST_STEPS = 8
+"""Of a block that is ended early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +48,17 @@ class SearchOptions:
     """How a search goes on."""
 
     seed: int = 0
-    sampler: Sampler = "gp"
+    sampler: Sampler = "belief"
     """"none": only what the planner proposes."""
-    most_measurements: int = 24
-    """Of an incumbent's times: A-B-A included."""
-    patience: int = 8
-    """Settings in a row that are tried and not adopted for their speed, before it stops."""
-    cost_share: float = 0.03
-    grant_s: float = 60.0
-    grant_steps: int = 40
+    most_measurements: int | None = None
+    """Blocks at most; None: no limit but what exploring may cost."""
+    cost_share: float = 0.01
+    """Of the elapsed time that exploring may cost, beyond `cost_floor_s`."""
+    cost_floor_s: float = 108.0
     hold: bool = False
-    """Where exploring has cost what it may: wait for more time to pass, rather than stop."""
+    """Where nothing is worth a unit or can be paid now: rest, rather than stop."""
     watch: bool = False
-    """When it has stopped: go on looking at step times, and search again where they change."""
+    """Where the limit on measurements is reached: rest, too, as the daemon does, whose commands are still taken."""
     thinking_s: float | None = None
     """In simulated time, how long a thought takes; None: as long as it really did."""
     barred: tuple[BarredSetting, ...] = field(default=())
@@ -81,34 +77,25 @@ class Request:
     """Steps after the change that do not count: the first window."""
     steps: int
     """Steps that count: whole windows."""
-    incumbent_step_ms: float | None = None
-    """For the abort rule, and while nothing but the incumbent runs for its end where times change; None: it is not
-    ended early."""
+    block: int = 0
+    """Steps of each block; 0: all are one."""
+    slow_ms: float | None = None
+    """A first block whose steps take more than this on average has no second one; None: all steps are taken."""
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
+    incumbent_step_ms: float | None = None
+    """What the incumbent takes; None: not known, or it runs itself."""
 
-    def abort_reason(
-        self, discarded_ms: Sequence[float], steps_ms: Sequence[float], before_ms: float | None = None
-    ) -> str | None:
-        """Why the measurement must end early, from the discarded and the counted steps so far.
-
-        `before_ms`: the incumbent's steps right before; None: as when it was measured.
-        """
-        if self.incumbent_step_ms is None:
-            return None
-        if self.role == "hold":
-            factor = departure(steps_ms, self.setting.update_interval, self.incumbent_step_ms)
-            return None if factor is None else f"steps take {factor:.2f} times what they took"
-        usual_ms = before_ms or self.incumbent_step_ms
-        factor = too_slow(steps_ms, self.setting.update_interval, usual_ms)
-        if factor is not None:
-            when = "right before it, in the median" if before_ms else "when that was measured last"
-            return f"its steps take {factor:.2f} times the {number(usual_ms)} ms that the best so far took {when}"
-        done = len(discarded_ms) + len(steps_ms)
-        excess_s = (sum(discarded_ms) + sum(steps_ms) - done * usual_ms) / 1e3
-        if self.allowance_s is None or excess_s <= self.allowance_s:
-            return None
-        return f"{excess_s:.1f} s more than the best so far would have taken is all that exploring may cost now"
+    def ends_early(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> bool:
+        """Whether the steps so far are enough: they are far slower than the incumbent's."""
+        usual_ms, done = self.incumbent_step_ms, len(steps_ms)
+        if usual_ms is None or done < LEAST_STEPS or done % self.setting.update_interval:
+            return False
+        mean_ms = statistics.fmean(steps_ms)
+        if mean_ms > FAR_SLOWER * usual_ms or (done == self.block and mean_ms > (self.slow_ms or mean_ms)):
+            return True
+        excess_s = (sum(discarded_ms) + sum(steps_ms) - (len(discarded_ms) + done) * usual_ms) / 1e3
+        return self.allowance_s is not None and excess_s > self.allowance_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +115,21 @@ class UnmeasuredSteps:
 class Outcome:
     """What came of a request."""
 
-    status: Literal["measured", "aborted", "void", "crashed"]
+    status: Literal["measured", "void", "crashed"]
     steps_ms: tuple[float, ...] = ()
     """Of the steps that count, in order."""
     discarded_ms: tuple[float, ...] = ()
     tokens: int = 1
     """Of a step."""
+    moves: tuple[bool, ...] = ()
+    """Which steps that count selected or exchanged columns; (): none is known to."""
+    taken_ms: tuple[float, ...] = ()
+    """What other processes took from the training thread in each step that counts; (): not known."""
     device_bytes: int | None = None
     """Peak; None: not measured."""
     host_bytes: int | None = None
     reason: str = ""
-    """Why it was not measured to its end."""
+    """Why it was not measured."""
     between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
     called_off: bool = False
@@ -151,8 +142,6 @@ class Outcome:
     """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
     movement_rate: float | None = None
     """That rate, or the one that held where it falls already; None: not known, or one for each of several groups."""
-    before_ms: float | None = None
-    """Of a challenger: what a step of the incumbent took right before it, in the median; None: too few were seen."""
 
     @property
     def seconds(self) -> float:
@@ -163,6 +152,11 @@ class Outcome:
     def step_count(self) -> int:
         """All its steps."""
         return len(self.steps_ms) + len(self.discarded_ms)
+
+    @property
+    def own_ms(self) -> tuple[float, ...]:
+        """Steps without what other processes took; (): not known."""
+        return tuple(ms - taken for ms, taken in zip(self.steps_ms, self.taken_ms, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +174,7 @@ class Remark:
 
 @dataclass(slots=True)
 class Trial:
-    """A setting that was thought of, and what became of it."""
+    """One visit of a setting, and what became of it."""
 
     number: int
     setting: Setting
@@ -191,146 +185,163 @@ class Trial:
     forecast: Forecast | None = None
     constraint: float = 0.0
     """Above 0: it is not allowed, by this share of a limit."""
-    samples: list[Sample] = field(default_factory=list)
-    """Valid ones since times changed last."""
+    params: dict[str, int] = field(default_factory=dict)
+    """As the study has it: which choice of each dimension."""
+    value: float | None = None
+    """Logarithm of its time over the start's, once its visit is over; None: not known."""
+    incumbent: int = 0
+    """The trial that it was compared with."""
+    gains: list[float] = field(default_factory=list)
+    """Of its units, over that one."""
+    blocks: int = 0
+    log_us: float = 0.0
+    """Mean of its blocks' values: logarithms of microseconds per token."""
     device_bytes: int | None = None
     host_bytes: int | None = None
     pace: Pace | None = None
     """Of its last measurement."""
 
+    def keep(self, values: Sequence[float]) -> None:
+        """Take in the values of its blocks."""
+        for value in values:
+            self.blocks += 1
+            self.log_us += (value - self.log_us) / self.blocks
+        self.state = TrialState.MEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Values of one block: logarithms of the mean step in ms."""
+
+    wall: float
+    own: float | None = None
+    """The same without what other processes took from the training thread; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The incumbent is measured: its noise is not known yet, or nothing of it is."""
+
+    voids: int = 0
+    kind: Literal["opening"] = "opening"
+
 
 @dataclass(frozen=True, slots=True)
 class Choosing:
-    """What to look at next is not decided yet."""
+    """What to compare next is not decided yet."""
+
+    kind: Literal["choosing"] = "choosing"
 
 
 @dataclass(frozen=True, slots=True)
-class Exploring:
-    """A setting is measured for the first time."""
+class Unit:
+    """Incumbent, challenger, incumbent."""
 
     trial: int
-    voids: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Comparing:
-    """Incumbent, challenger, incumbent, and where that leaves it open once more challenger, incumbent."""
-
-    trial: int
-    purpose: Purpose
-    steps: int
-    """Of each measurement, at least."""
-    before: tuple[Sample, ...] = ()
+    size: int
+    """Steps of a block."""
+    before: Block | None = None
     """Of the incumbent."""
-    after: tuple[Sample, ...] = ()
+    blocks: tuple[Block, ...] = ()
     """Of the challenger."""
+    is_look: bool = False
+    """Whether it is the first of this pair: one block of the challenger."""
     voids: int = 0
-
-    @property
-    def role(self) -> Role:
-        """What is measured next."""
-        if not self.before:
-            return "a1"
-        return "a2" if len(self.after) == len(self.before) else "b"
+    kind: Literal["unit"] = "unit"
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuringBaseline:
-    """The incumbent has to be measured first."""
-
-    voids: int = 0
-    again: bool = False
-    """Since training was ended and goes on, or others may take long for the times' fault: it does not count as one of
-    the search's measurements."""
-    then: Comparing | None = None
-    """What comes next, with this as its first measurement; None: that is chosen then."""
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingForBudget:
-    """Exploring has cost what it may: the incumbent runs until more time has passed."""
+class Resting:
+    """Nothing is worth a unit, or none can be paid: the incumbent runs."""
 
     steps: int
+    """That are left of it."""
+    reason: str = ""
+    is_idle: bool = False
+    """Whether nothing is worth a unit; else none can be paid yet."""
+    kind: Literal["resting"] = "resting"
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The search is over, unless times change."""
+    """The search is over."""
 
     reason: str
     final: bool = False
-    """Also where they change."""
+    """Also for a later training of the run."""
+    kind: Literal["stopped"] = "stopped"
 
 
-State = MeasuringBaseline | Choosing | Exploring | Comparing | WaitingForBudget | Stopped
+State = Opening | Choosing | Unit | Resting | Stopped
+
+
+@dataclass(slots=True)
+class Pair:
+    """All units of a challenger against one incumbent."""
+
+    incumbent: Setting
+    challenger: Setting
+    order: int
+    """Which challenger of the search it was, from 1: the test's error is shared out by it."""
+    gains: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    """The same without what other processes took; empty: not known."""
+    weights: list[float] = field(default_factory=list)
+    """1: a whole unit; less where the challenger had one block."""
+    adopted_after: int | None = None
+    """How many units there were when it was adopted: the later ones are free of the winner's luck."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A setting that took the incumbent's place."""
+    """A setting that took the incumbent's place for its speed."""
 
     trial: int
-    gain: Gain
     replaced: int
-    """The trial that was the incumbent before: not always one that was adopted, see `TrialTable.move_to`."""
+    gain: float
+    """Difference of logarithms."""
+    error: float
 
 
-def gain_of(decision: Decision) -> Gain:
-    """What a comparison has found, by what was written down of it."""
-    return Gain(decision.details.get("gain", 0.0), decision.details.get("error", 0.0))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchState:
+    """All that a search knows: it goes on from here as if it had never been interrupted."""
 
-
-class Gains(Generic[Named]):
-    """Gains of settings over the search's starting point, as far as they were measured.
-
-    One that became the incumbent without a comparison, for the quality or for GPU memory, has no gain, unless it was
-    adopted before and has its own. What is adopted after it gains over it. Neither it nor the starting point gains over
-    itself: one that comes back, by a comparison in other times, has none.
-    """
-
-    def __init__(self, start: Named) -> None:
-        self._rows: dict[Named, tuple[Named, tuple[tuple[Gain, int], ...]]] = {start: (start, ())}
-        """By setting: what it was compared with, and each gain on the way from there with its era."""
-        self._start = self._incumbent = start
-        self._era = 0
-
-    def adopt(self, setting: Named, found: Gain) -> None:
-        """Take a setting as the incumbent, by its gain over the one before."""
-        reference, gains = self._rows[self._incumbent]
-        self._rows[setting] = (
-            (setting, ()) if setting in (reference, self._start) else (reference, (*gains, (found, self._era)))
-        )
-        self._incumbent = setting
-
-    def compare_again(self, found: Gain) -> None:
-        """Update what the incumbent gains over `reference`; `found` is the reference's gain over the incumbent."""
-        self._rows[self._incumbent] = (self.reference, ((found.reverse, self._era),))
-
-    def move_to(self, setting: Named) -> None:
-        """Take a setting as the incumbent that was not compared with the one before."""
-        self._rows.setdefault(setting, (setting, ()))
-        self._incumbent = setting
-
-    @property
-    def gain(self) -> Gain | None:
-        """Of the incumbent over `reference`; None: it is that."""
-        parts = self._rows[self._incumbent][1]
-        whole = in_a_row([found for found, _ in parts])
-        if whole is None or not self.age:
-            return whole
-        newest = in_a_row([found for found, era in parts if era == self._era])
-        return replace(whole, counted=0.0 if newest is None else newest.share)
-
-    @property
-    def age(self) -> int:
-        """How often the search began again since the oldest part of `gain` was measured."""
-        return self._era - min((era for _, era in self._rows[self._incumbent][1]), default=self._era)
-
-    def begin_again(self) -> None:
-        """Times are others from here on."""
-        self._era += 1
-
-    @property
-    def reference(self) -> Named:
-        """What the incumbent was compared with: the starting point, or what had to take its place."""
-        return self._rows[self._incumbent][0]
+    movement_percent: float | None
+    """That bounds lateness; None: it was not measured."""
+    movement_rate: float | None
+    state: State
+    trials: tuple[Trial, ...]
+    incumbent: int
+    reference: int
+    """The trial that the incumbent's gain is over."""
+    adoptions: tuple[Adoption, ...]
+    chain: tuple[Adoption, ...]
+    """The adoptions since the reference."""
+    barred: tuple[BarredSetting, ...]
+    tokens: int
+    log_us: float | None
+    """Of the incumbent's newest block; None: not measured."""
+    gain: Gain | None
+    """Of the incumbent over the reference; None: it is that."""
+    pairs: tuple[Pair, ...]
+    lessons: tuple[tuple[int, int, float, float], ...]
+    """Incumbent and challenger by their places in the pool, gain and variance."""
+    pool: tuple[Setting, ...]
+    planned: tuple[Setting, ...]
+    noise: BlockNoise
+    own_noise: BlockNoise
+    last: Block | None
+    """The incumbent's block that ended the unit before, if nothing came between."""
+    wanted: tuple[tuple[Setting, str], ...]
+    """Settings to look at first, and who proposes them."""
+    is_open: bool
+    """Whether the visit of the last trial goes on."""
+    measurements: int
+    rests: int
+    surprises: int
+    cost: ExplorationCost
+    pace: Pace | None
+    """Of the incumbent when the planner was asked last."""
+    paces: tuple[Pace, ...]
+    """Of its newest blocks."""

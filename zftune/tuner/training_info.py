@@ -23,8 +23,8 @@ from zftune.planner.model import Machine, ModelFacts
 from zftune.quality import at_full_rate, highest_rate, movement_percent, rate_at_full, rates
 from zftune.store.types import Quality
 from zftune.tuner.forecast import MeasuredCoverage, measured_coverage, rig_machine
+from zftune.tuner.pace import Load, busy_ms
 from zftune.tuner.recording import MachineInfo, RunFacts
-from zftune.tuner.scores import Load, busy_ms
 from zftune.tuner.search import SearchOptions
 
 _logger = logging.getLogger("zftune")

@@ -1,7 +1,7 @@
 """The workers that think about a search: what came of a request is taken, and what to ask for next is decided.
 
 While a worker is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
-works beside the training, with Optuna in a process of its own, so that no step waits for a thought or a write.
+works beside the training, so that no step waits for a write.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,11 @@ from typing import Generic, TypeVar, cast
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
 from zftune.tuner import messages
-from zftune.tuner.forecast import Judge, Observation, Proposal, likely
+from zftune.tuner.evidence import Gain
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.sampler_process import SamplerError, SamplerProcess
-from zftune.tuner.scores import Gain
 from zftune.tuner.search import Search
-from zftune.tuner.space import Setting, Space
-from zftune.tuner.states import Outcome, Request, Sampler, UnmeasuredSteps
+from zftune.tuner.space import Setting
+from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
 
 T = TypeVar("T")
 
@@ -158,32 +156,21 @@ DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
 
 
 class ThreadWorker(SearchWorker):
-    """Searches in a thread; a process of low priority runs Optuna and the planner.
+    """Searches in a thread.
 
-    Where that process fails, the planner alone goes on, in the thread; where the search fails, it ends with a sentence
-    in its notes, and the training goes on. A `sampler_process` that was started beforehand is closed by the worker.
-    `clock`: see `SearchOptions.thinking_s`.
+    Where the search fails, it ends with a sentence in its notes, and the training goes on. `clock`: see
+    `SearchOptions.thinking_s`.
     """
 
-    def __init__(
-        self,
-        search: Search,
-        recorder: StoreRecorder | None = None,
-        sampler_process: SamplerProcess | None = None,
-        clock: Clock = REAL_CLOCK,
-    ) -> None:
+    def __init__(self, search: Search, recorder: StoreRecorder | None = None, clock: Clock = REAL_CLOCK) -> None:
         self._search, self._recorder, self._clock = search, recorder, clock
         self._asked: Request | None = None
         self._answer: Answer | None = None
-        self._sampler_process = sampler_process or SamplerProcess(gives_way=not clock.simulated)
         self._closing = False
         self._wrong: str | None = None
         self._busy = False
         self._lock = threading.Lock()
         self._thread: Thread | None = None
-        self._ready = search.options.sampler in ("none", "random")  # they need no process
-        if not self._ready:
-            search.agenda.propose = self._propose
 
     @property
     def busy(self) -> bool:
@@ -206,8 +193,6 @@ class ThreadWorker(SearchWorker):
         if self._busy or self._answer is None:
             return None
         answer, self._answer = self._answer, None
-        if answer.request is None:
-            self._sampler_process.close()
         return answer
 
     def idle(self, between: UnmeasuredSteps) -> None:
@@ -226,7 +211,8 @@ class ThreadWorker(SearchWorker):
             self._recorder.curve.loss(step, loss)
 
     def stop(self, reason: str) -> None:
-        self._search.stop(reason or messages.ENDED_EARLY)
+        if not self._search.is_settled:
+            self._search.stop(reason or messages.ENDED_EARLY, early=True)
 
     def guard(self, reason: str) -> None:
         with self._lock:
@@ -235,13 +221,11 @@ class ThreadWorker(SearchWorker):
                 self._wrong = reason
             else:
                 self._search.guard(reason)
-        self._sampler_process.close()
 
     def close(self) -> None:
         self._closing = True
         if self._recorder is not None:
             self._recorder.hurry()
-        self._sampler_process.close()
         if self._thread is None:
             return
         self._thread.join(_JOIN_S)
@@ -255,7 +239,6 @@ class ThreadWorker(SearchWorker):
         try:
             with taking_time(self._clock, self._search.options.thinking_s):
                 if ask:
-                    self._get_ready()
                     answer = self._think(outcome)
                 elif outcome is not None:
                     self._put_away(outcome)
@@ -300,34 +283,6 @@ class ThreadWorker(SearchWorker):
                 self._asked = request
                 return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
             search.stop(refused)
-
-    def _get_ready(self) -> None:
-        """Wait for the process to have loaded all that it needs: nothing is measured beside that."""
-        if self._ready:
-            return
-        self._ready = True
-        try:
-            self._sampler_process.ready()
-        except SamplerError as error:
-            self._fail(error)
-
-    def _propose(
-        self, space: Space, told: Sequence[Observation], judge: Judge, *, sampler: Sampler, seed: int
-    ) -> Proposal:
-        if not self._sampler_process.closed:
-            try:
-                return self._sampler_process.propose(space, told, judge, sampler=sampler, seed=seed)
-            except SamplerError as error:
-                self._fail(error)
-        return Proposal(likely(space, judge, seed), (), "planner")
-
-    def _fail(self, error: SamplerError) -> None:
-        if self._closing:
-            raise _InterruptedError from error
-        self._sampler_process.close()
-        sentence = messages.planner_alone(str(error))
-        self._search.remark(sentence)
-        self._warn(sentence)
 
 
 class _InterruptedError(Exception):

@@ -10,7 +10,7 @@ import numpy as np
 
 from regret.grid import Times, mean_ms
 from regret.scene import SETTINGS, START, Scene, space
-from zftune.tuner.scores import Sample, score, steps_of
+from zftune.tuner.blocks import block_steps, block_value
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
@@ -65,9 +65,8 @@ class Bench:
         for _ in range(request.steps // request.setting.update_interval):
             for step in self.steps(request.setting, request.setting.update_interval):
                 every.append(step)
-                reason = request.abort_reason(discarded, every)
-                if reason is not None:
-                    return Outcome("aborted", tuple(every), tuple(discarded), _TOKENS, reason=reason)
+                if request.ends_early(discarded, every):
+                    return Outcome("measured", tuple(every), tuple(discarded), _TOKENS)
         return Outcome("measured", tuple(every), tuple(discarded), _TOKENS)
 
     def look(self, setting: Setting) -> float:
@@ -75,7 +74,7 @@ class Bench:
         self.measurements += 1
         interval = setting.update_interval
         self.steps(setting, interval)  # the first window after a change does not count
-        return score([Sample.of(self.steps(setting, steps_of(interval)), interval, _TOKENS)])
+        return 1e3 * math.exp(block_value(self.steps(setting, block_steps(interval)))) / _TOKENS
 
     def result(self, chosen: Setting, stated_error: float, measurements: int) -> Result:
         """What the choice is worth."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from longrun.grid import Grid
 from longrun.scene import PHASES
-from longrun.tuned import COST_SHARE, GRANT_S, GRANT_STEPS, spent
+from longrun.tuned import COST_SHARE, GRANT_S, spent
 from zftune.tuner.space import Setting
 
 LEAST_GAP, LEAST_RECOVERED = 0.20, 0.70
@@ -92,7 +91,6 @@ def recovery(run: Mapping[str, Any], of: Fixed, limit_bytes: int) -> Recovery:
         phase.name: sum(step_ms[begin - 1 : end]) / 1e3 for phase, begin, end in zip(PHASES, begins, ends, strict=True)
     }
     spent_s, elapsed_s = spent(run["decisions"])
-    start_ms = step_ms[1 : run["changes"][0][0] - 1] if run["changes"] else step_ms[1:]  # the first has no pass before
     marks = [*run["peaks"], (len(step_ms) + 1, 0)]
     over = sum(end - begin for (begin, peak), (end, _) in itertools.pairwise(marks) if peak > limit_bytes)
     return Recovery(
@@ -100,7 +98,7 @@ def recovery(run: Mapping[str, Any], of: Fixed, limit_bytes: int) -> Recovery:
         recovered=(of.best_s - seconds) / (of.best_s - of.oracle_s),
         by_phase_s=by_phase,
         spent_s=spent_s,
-        allowed_s=COST_SHARE * elapsed_s + max(GRANT_S, GRANT_STEPS * statistics.fmean(start_ms) / 1e3),
+        allowed_s=max(GRANT_S, COST_SHARE * elapsed_s),
         reopened=sum(one["kind"] == "reopen" for one in run["decisions"]),
         steps_over=over,
     )

@@ -28,7 +28,7 @@ from zftune.tuner.tuner import Tuner
 COMPRESSION = 100
 """A step of the run stands for one of so many times its length: some 50 ms for 5 s."""
 GRANT_S = 60.0 / COMPRESSION
-COST_SHARE, GRANT_STEPS = 0.03, 40
+COST_SHARE = 0.01
 THINKING_S = 1.0
 """Simulated time that a thought takes: about what one took in real time, on 15% of a core."""
 _READY_S, _ENDS_S = 60.0, 30.0
@@ -118,8 +118,7 @@ def _attached(training: Training, seed: int, client: DaemonClient, run: Run) -> 
     search = SearchOptions(
         seed=seed,
         hold=True,
-        grant_s=GRANT_S,
-        grant_steps=GRANT_STEPS,
+        cost_floor_s=GRANT_S,
         cost_share=COST_SHARE,
         thinking_s=THINKING_S,
     )

@@ -1,11 +1,10 @@
-"""The searches in real time on this machine, and steps beside a process that thinks all the time."""
+"""The searches in real time on this machine."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 from studykit import spread
 
-from livecost.beside import ratios
 from livecost.gaps import extra, gaps
-from livecost.searching import CONFIG, WARM_UP_STEPS, Run
+from livecost.searching import Run
 
 ALLOWED = 0.01
-PAIR_STEPS = 8
 
 Figures = Mapping[str, Any]
 
@@ -36,35 +33,18 @@ def searched(seed: int, most: int) -> dict[str, Any]:
         "thinking_steps": sum(step.kind == "thinking" for step in found.steps),
         "steps": len(found.steps),
         "measurements": search.measurements,
-        "settings_measured": sum(bool(trial.samples) for trial in search.book.trials),
+        "settings_measured": sum(bool(trial.blocks) for trial in search.book.trials),
         "weights": found.weights,
         "balanced": found.balanced,
         "stopped": search.notes[-1].reason,
     }
 
 
-def beside(pairs: int, most: int) -> dict[str, Any]:
-    """Ratios of steps beside thinking to steps without."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, Run(0, most, Path(folder), real_time=True) as run:
-
-        def train(steps: int) -> float:
-            begin = time.perf_counter()
-            for _ in range(steps):
-                run.training.step()
-            return 1e3 * (time.perf_counter() - begin)
-
-        train(WARM_UP_STEPS)
-        return {"ratios": ratios(train, CONFIG, pairs, PAIR_STEPS)}
-
-
-def verdicts(runs: Sequence[Figures], pairs: Sequence[float]) -> list[tuple[str, bool]]:
+def verdicts(runs: Sequence[Figures]) -> list[tuple[str, bool]]:
     """Each promise, and whether it was kept."""
-    while_thinking = statistics.median(pairs) - 1
     hooks = statistics.median(_hooks(runs))
     balanced, weights = (sum(run[name] for run in runs) for name in ("balanced", "weights"))
     return [
-        (f"a step outside a measurement takes {while_thinking:+.2%} while somebody thinks", while_thinking <= ALLOWED),
         (f"{hooks:.2%} of such a step is spent in the training thread", hooks <= ALLOWED),
         (f"{balanced} of {weights} ledgers are balanced after the search", balanced == weights),
     ]
@@ -75,13 +55,12 @@ def _hooks(runs: Sequence[Figures]) -> list[float]:
     return [gap["on_step_ms"] / gap["all_ms"] for gap in gaps]
 
 
-def lines(runs: Sequence[Figures], pairs: Sequence[float]) -> list[str]:
+def lines(runs: Sequence[Figures]) -> list[str]:
     """What was measured."""
     gaps = [gap for run in runs for gap in run["gaps"]]
     pooled = sum(gap["extra_ms"] for gap in gaps) / sum(gap["expected_ms"] for gap in gaps)
     step_ms, steps = statistics.median(run["step_ms"] for run in runs), sum(run["steps"] for run in runs)
     figures = {
-        "beside thinking": spread(ratio - 1 for ratio in pairs),
         "of a step, in the training thread": spread(_hooks(runs)),
     }
     return [

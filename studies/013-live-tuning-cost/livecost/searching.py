@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -17,8 +17,8 @@ from zftune.emulation.machines import load_rig
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
 from zftune.tuner.executor import Executor, TuningContext, live_search
-from zftune.tuner.sampler_process import SamplerProcess, gentle_share
-from zftune.tuner.search import SearchOptions
+from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome
 from zftune.tuner.training_info import TuneRequest, WarmupStats
@@ -143,11 +143,9 @@ class Run:
         self.training = self._cleanup.enter_context(Training(task, config_of(real_time=real_time)))
         self._store = open_store(f"sqlite:///{folder}/zftune.db")
         self._cleanup.callback(self._store.close)
-        self._sampler_process = SamplerProcess(share=gentle_share()) if real_time else SamplerProcess(gives_way=False)
-        self._cleanup.callback(self._sampler_process.close)
         options = SearchOptions(seed=seed, most_measurements=most, thinking_s=None if real_time else THINKING_S)
         wishes = TuneRequest(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
-        self._preparation = Preparation(self.training.optimizer, wishes, lambda: self._store, self._sampler_process)
+        self._preparation = Preparation(self.training.optimizer, wishes, lambda: self._store)
 
     def __enter__(self) -> Run:
         return self
@@ -165,8 +163,8 @@ class Run:
         desks: list[PatientDesk] = []
         changes: list[int] = []
 
-        def make(*arguments: Any) -> PatientDesk:
-            desks.append(worker(*arguments, sampler_process=self._sampler_process, clock=optimizer.device.clock))
+        def make(search: Search, recorder: StoreRecorder | None) -> PatientDesk:
+            desks.append(worker(search, recorder, optimizer.device.clock))
             desks[0].handed = []
             return desks[0]
 

@@ -54,8 +54,8 @@ def figures_of(found: Searched) -> dict[str, Any]:
     return {
         "steps": {kind: counts[kind] for kind in KINDS},
         "seconds": {kind: round(seconds[kind], 6) for kind in KINDS},
-        "thinking": [one for gap in of_gaps if (one := _times(extra(gap, closes))) is not None],
-        "settling": [one for gap in of_gaps if (one := _times(extra(gap, closes, "settling"))) is not None],
+        "thinking": [known for gap in of_gaps if (known := _times(extra(gap, closes))) is not None],
+        "settling": [known for gap in of_gaps if (known := _times(extra(gap, closes, "settling"))) is not None],
         "changes": found.changes,
         "migrated_bytes": sum(step.migrated_bytes for step in found.steps),
         "measurements": search.measurements,

@@ -1,6 +1,6 @@
 // Asks the daemon once a second and shows what it says. Text of runs is only ever set as text.
 import { drawCourse, drawSteps } from "./plots.js";
-import { ERAS, NONE, TRENDS } from "./tables.js";
+import { NONE, TRENDS } from "./tables.js";
 import { element, knobsText, knownCause, msText, secondsText, setText, shareText, stallsOf, stepMean } from "./words.js";
 
 const PERIOD_MS = 1000;
@@ -9,7 +9,6 @@ const ARMED_MS = 5000;
 const MOST_DECISIONS = 200;
 const MOST_CAUSES = 3;
 const UNSEEN = new Set(["rejected", "planned"]);
-const AGAIN_BEGUN = "the search began again";
 const ALLOWED = {
   pause: (details) => !["paused", "ended"].includes(details.run.state),
   resume: (details) => details.run.state === "paused",
@@ -159,8 +158,7 @@ function showRun(details) {
   showFigures(details);
   showPlots(details);
   const decisions = details.decisions.slice(-MOST_DECISIONS).reverse();
-  const last = details.eras.length - 1;
-  fillWhenOther(at("decisions"), decisions.map((one) => ({ ...one, earlier: one.era < last })), decisionItem);
+  fillWhenOther(at("decisions"), decisions, decisionItem);
   showTrials(details);
 }
 
@@ -175,22 +173,20 @@ function showPlots({ run, steps, curve, changes }) {
   drawCourse(at("course"), { run, curve, changes });
 }
 
-function showFigures({ run, gain, steps, trials, decisions, eras }) {
+function showFigures({ run, gain, steps, trials, decisions }) {
   const waiting = stallsOf(run).reduce((sum, [, share]) => sum + share, 0);
   const known = Object.keys(run.stall_ms).length > 0;
-  const timed = trials.filter((one) => (one.step_ms ?? one.earlier_step_ms) !== null);
+  const timed = trials.filter((one) => one.step_ms !== null);
   const measured = new Set(timed.map((one) => JSON.stringify(one.knobs))).size; // one that is tried again is one
-  const now = eras.at(-1)?.settings ?? 0;
-  const old = gain && gain.era < eras.length - 1;
   const none = decisions.some((one) => one.kind === "adopt") ? "what was adopted was taken back" : "nothing was adopted";
   const figures = [
     ["step", String(run.step), run.silent_s > 5 ? `not heard of for ${run.silent_s.toFixed(0)} s` : `${run.ranks}, pid ${run.pid}`],
     ["step time", msText(run.step_ms ?? stepMean(steps), " ms"), "median of the last steps"],
     ["waiting", known ? shareText(waiting) : NONE, run.gpu ? run.gpu.sentence : known ? "of the step" : "not known without a GPU stream"],
-    ["gain", gain ? gain.text : NONE, gain ? `against ${gain.over}${old ? `, measured before ${AGAIN_BEGUN}` : ""}` : none],
+    ["gain", gain ? gain.text : NONE, gain ? `against ${gain.over}` : none],
     ["exploring cost", secondsText(run.account.spent_s), `of ${secondsText(run.account.elapsed_s)} so far; ${run.account.saved}`],
     ["loss", run.loss === null ? NONE : run.loss.toPrecision(4), run.losses ? TRENDS[run.losses.trend] : "none is reported"],
-    ["settings measured", String(measured), eras.length > 1 ? `${now} of them since ${AGAIN_BEGUN}` : "with the one at the start"],
+    ["settings measured", String(measured), "with the one at the start"],
   ];
   fillWhenOther(at("figures"), figures, ([title, value, more]) =>
     element("div", {}, [element("dt", {}, [title]), element("dd", {}, [value, element("small", {}, [more])])]),
@@ -198,7 +194,7 @@ function showFigures({ run, gain, steps, trials, decisions, eras }) {
 }
 
 function decisionItem(one) {
-  return element("li", { class: one.earlier ? "earlier" : "" }, [
+  return element("li", {}, [
     element("time", { class: "at", datetime: new Date(1000 * one.at_unix_s).toISOString() }, [clock(one.at_unix_s)]),
     element("span", { class: `kind ${/^[a-z]+$/.test(one.kind) ? one.kind : ""}` }, [one.title]),
     element("span", { class: "why" }, [one.reason]),
@@ -207,26 +203,17 @@ function decisionItem(one) {
 
 const clock = (unix_s) => new Date(1000 * unix_s).toLocaleTimeString([], { hour12: false });
 
-// The newest era first; a heading where there are several.
-function showTrials({ trials, incumbent, eras }) {
+function showTrials({ trials, incumbent }) {
   const seen = trials.filter((one) => !UNSEEN.has(one.state)).reverse();
-  const rows = [...eras].reverse().flatMap((era) => {
-    const those = seen.filter((one) => one.era === era.number);
-    const next = eras[era.number + 1];
-    const text = next ? `Measured before ${clock(next.at_unix_s)}, when ${ERAS[next.cause]}` : `Since ${ERAS[era.cause]} at ${clock(era.at_unix_s)}`;
-    return [...(eras.length > 1 ? [{ heading: text }] : []), ...those.map((one) => ({ ...one, best: one.number === incumbent, earlier: Boolean(next) }))];
-  });
-  fillWhenOther(at("trials"), rows, (row) => (row.heading ? eraRow(row.heading) : trialRow(row)));
+  const rows = seen.map((one) => ({ ...one, best: one.number === incumbent }));
+  fillWhenOther(at("trials"), rows, trialRow);
 }
 
-const eraRow = (text) => element("tr", { class: "era" }, [element("th", { colspan: "6", scope: "rowgroup" }, [text])]);
-
 function trialRow(one) {
-  const old = one.step_ms === null && one.earlier_step_ms !== null;
-  return element("tr", { class: [one.best ? "best" : "", one.earlier ? "earlier" : ""].join(" ").trim() }, [
+  return element("tr", { class: one.best ? "best" : "" }, [
     element("td", {}, [String(one.number)]),
     element("td", {}, [one.best ? "the best" : one.fate]),
-    element("td", { class: old ? "number earlier" : "number" }, [msText(one.step_ms ?? one.earlier_step_ms)]),
+    element("td", { class: "number" }, [msText(one.step_ms)]),
     element("td", { class: "knobs" }, [knobsText(one.knobs)]),
     element("td", {}, [one.source]),
     element("td", { class: "reason" }, [one.reason ?? ""]),

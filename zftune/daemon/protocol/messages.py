@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.codec import WireError, unicode
 from zftune.store.account import Count
-from zftune.tuner.scores import Gain
+from zftune.tuner.evidence import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Remark, Request, UnmeasuredSteps
 from zftune.tuner.training_info import TrainingFacts

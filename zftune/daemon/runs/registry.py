@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from zftune.daemon import PROTOCOL, SHOWN
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, Welcome
-from zftune.daemon.runs.sampler_pool import SamplerPool
 from zftune.daemon.runs.session import Disturbance, RunSession
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.errors import ZftuneError
 from zftune.store.types import LEASE_S as STORE_LEASE_S
-from zftune.tuner.sampler_process import SamplerProcess, gentle_share
 from zftune.tuner.setup import Prepared, prepare
 
 if TYPE_CHECKING:
@@ -51,7 +49,6 @@ class Registry:
     Args:
         store: open; None: nothing is remembered.
         kept_in: the identity of the store that was asked for; None: a run may ask for any.
-        samplers: processes that think; None: a pool that is gentle to trainings beside it.
         clock: seconds that only grow.
     """
 
@@ -62,14 +59,12 @@ class Registry:
         kept_in: str | None = None,
         limits: Sequence[str] = (),
         lease_s: float = LEASE_S,
-        samplers: SamplerPool | None = None,
         disturbance: Callable[[Hello], Disturbance] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store, self.kept_in = store, kept_in
         self._limits = tuple(limits)
         self.lease_s = lease_s
-        self._thinkers = samplers or SamplerPool(share=gentle_share())
         self._disturbance, self._clock = disturbance, clock
         self._brains: dict[str, RunSession] = {}
         self._lock = threading.Lock()
@@ -92,7 +87,6 @@ class Registry:
                 brain.leave()
             except Exception:
                 _logger.exception("Run %s could not be left as it should be.", brain.hello.run)
-        self._thinkers.close()
 
     # --- in the event loop -------------------------------------------------------------------------------------------
 
@@ -281,19 +275,17 @@ class Registry:
         notices = self._lacking()  # a recording has the store's own
         if self._keeps_elsewhere(hello):
             notices.append(f"What is learned is kept in the daemon's store, '{self.kept_in}'.")
-        sampler_process = self._thinkers.lend()
         return RunSession(
             hello,
             secrets.token_hex(16),
-            lambda: self._begin(hello, sampler_process, notices),
-            sampler_process=sampler_process,
+            lambda: self._begin(hello, notices),
             notices=notices,
             clock=self._clock,
             disturbance=(lambda: None) if self._disturbance is None else self._disturbance(hello),
         )
 
-    def _begin(self, hello: Hello, sampler_process: SamplerProcess, notices: list[str]) -> Prepared | None:
-        """Make a search that goes on watching when it has stopped; None: its run ended while others were waited for."""
+    def _begin(self, hello: Hello, notices: list[str]) -> Prepared | None:
+        """Make a search that goes on as long as its training; None: its run ended while others were waited for."""
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
         facts = replace(facts, wishes=replace(facts.wishes, search=options))
@@ -306,8 +298,7 @@ class Registry:
             brain = self._brains.get(hello.run)
         if brain is None or brain.hello is not hello or brain.leaves:
             return None
-        with self._thinkers.turns.working():
-            prepared = prepare(facts, self.store, sampler_process, notices, run_id)
+        prepared = prepare(facts, self.store, notices, run_id)
         return replace(prepared, paused=self._was_paused(prepared))
 
     def _outwait(self, record: str) -> None:

@@ -7,43 +7,21 @@ from dataclasses import replace
 
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.runs import states
-from zftune.daemon.runs.sampler_pool import FairLock, PooledSampler, queued_s
 from zftune.daemon.runs.states import Going, NotAllowedError
-from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
 from zftune.tuner.worker import ThreadWorker
 
 
-class PooledWorker(ThreadWorker):
+class HostedWorker(ThreadWorker):
     """Thinks about a run's search in a thread of its own."""
 
-    def __init__(self, prepared: Prepared, sampler_process: SamplerProcess) -> None:
-        super().__init__(prepared.search, prepared.recorder, sampler_process)
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared.search, prepared.recorder)
         self._prepared = prepared
-        self._turns = sampler_process.turns if isinstance(sampler_process, PooledSampler) else FairLock()
         self.notices: list[str] = []
         """Sentences: what it has to do without."""
-        self._waited_before_s = 0.0
-
-    @property
-    def core_wait_s(self) -> float:
-        """For how long what is thought of now has waited for a core."""
-        return self._sampler_process.waited_s - self._waited_before_s
-
-    @property
-    def queued_s(self) -> float:
-        """For how long it has waited for its turn among the daemon's runs."""
-        return queued_s(self._sampler_process)
-
-    def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
-        self._waited_before_s = self._sampler_process.waited_s
-        super()._begin(outcome, ask=ask)
-
-    def _work(self, outcome: Outcome | None, ask: bool) -> None:
-        with self._turns.working():
-            super()._work(outcome, ask)
 
     def _take(self, outcome: Outcome) -> None:
         adopted = len(self._search.book.adoptions)
@@ -65,7 +43,7 @@ class PooledWorker(ThreadWorker):
 class SearchHandle:
     """The search at work."""
 
-    def __init__(self, prepared: Prepared, sampler_process: SamplerProcess, tokens: int) -> None:
+    def __init__(self, prepared: Prepared, tokens: int) -> None:
         self.prepared = prepared
         self.request: Request | None = None
         """That the agent has."""
@@ -88,7 +66,7 @@ class SearchHandle:
         """Whether the agent was told to let go of the request."""
         self._handed = 0
         self._tokens = tokens
-        self._worker = PooledWorker(prepared, sampler_process)
+        self._worker = HostedWorker(prepared)
 
     @property
     def notices(self) -> list[str]:
@@ -110,7 +88,7 @@ class SearchHandle:
         if self.halted:
             return None
         if worker.busy:
-            return states.choosing(worker.core_wait_s, worker.queued_s)
+            return None
         self.taken = self._handed
         answer = worker.poll()
         state = self.state()
@@ -168,7 +146,7 @@ class SearchHandle:
             return
         asked = (self.request.discard, self.request.steps)
         counts = (len(outcome.discarded_ms), len(outcome.steps_ms))
-        whole = outcome.status != "measured" or counts == asked
+        whole = outcome.status != "measured" or (counts[0] == asked[0] and counts[1] > 0)
         if not whole or any(count > most for count, most in zip(counts, asked, strict=True)):
             raise WireError(f"report.done.outcome is {outcome.status} with {counts} steps; asked for were {asked}")
         if any(not 0 <= one <= 1e9 for one in (*outcome.discarded_ms, *outcome.steps_ms)):

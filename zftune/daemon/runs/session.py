@@ -18,7 +18,6 @@ from typing import Literal
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
 from zftune.daemon.runs import states
-from zftune.daemon.runs.sampler_pool import queued_s
 from zftune.daemon.runs.search import SearchHandle
 from zftune.daemon.runs.states import NotAllowedError, State, farewell, went_wrong
 from zftune.errors import noting
@@ -27,7 +26,6 @@ from zftune.store.types import Withdrawal
 from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Prepared
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
@@ -60,7 +58,6 @@ class RunSession:
         session: str,
         begin: Callable[[], Prepared | None],
         *,
-        sampler_process: SamplerProcess,
         notices: list[str],
         clock: Callable[[], float],
         disturbance: Disturbance = lambda: None,
@@ -82,7 +79,7 @@ class RunSession:
         """What the process that trains has counted."""
         self.heard_at_s = clock()
         self._clock, self._disturbance = clock, disturbance
-        self._sampler_process, self._notices = sampler_process, notices
+        self._notices = notices
         self._prepared: Prepared | None = None
         self._thought: SearchHandle | None = None
         self._applied = self._sequence = 0
@@ -150,7 +147,7 @@ class RunSession:
     def notices(self) -> tuple[str, ...]:
         """Sentences: what is not as it should be."""
         parts = () if self._prepared is None else (self._prepared.recording, self._prepared.recorder)
-        sources = (self._sampler_process, self._thought, *parts)
+        sources = (self._thought, *parts)
         found = [*self._notices, *(sentence for one in sources if one is not None for sentence in one.notices)]
         return tuple(one[:_MOST_SENTENCE] for one in dict.fromkeys(found))[:_MOST_NOTICES]
 
@@ -222,7 +219,7 @@ class RunSession:
             if self._prepared is None:
                 self._look_at_preparation()
                 return
-            self._thought = SearchHandle(self._prepared, self._sampler_process, self.hello.tokens)
+            self._thought = SearchHandle(self._prepared, self.hello.tokens)
             if self._guarded is not None:
                 self._end_search(self._thought, self._guarded)
         went_on = self._thought.advance(paused=self._paused)
@@ -230,8 +227,7 @@ class RunSession:
             self.state = states.advanced(self.state, went_on)
 
     def _look_at_preparation(self) -> None:
-        waited_s = self._sampler_process.waited_s
-        self.state = states.advanced(self.state, states.warming(waited_s, queued_s(self._sampler_process)))
+        self.state = states.advanced(self.state, states.Warming())
         if self.failed:
             self.state = states.ended(self.state, "the search could not be made; see the daemon's log")
             self._over = True
@@ -505,7 +501,7 @@ class RunSession:
                     return self._farewell
                 prepared = self._come_to_rest()
                 self._take_count(message.count)
-                found = farewell(prepared, message, self.account.total, self._sampler_process.waited_s)
+                found = farewell(prepared, message, self.account.total)
                 with self._lock:
                     self._farewell = replace(found, notices=self.notices)
                     self._over = True
@@ -578,9 +574,7 @@ class RunSession:
         return prepared
 
     def _hurry(self) -> None:
-        """Let what is under way come to its end: nobody waits for the planner any more where the search is made."""
-        if self._thought is None:
-            self._sampler_process.close()
+        """Let what is under way come to its end."""
         for one in (self._preparing, self._ending):
             if one is not None:
                 one.join(_JOIN_S)

@@ -16,9 +16,9 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import ENDED_EARLY, LONG_WAIT_S, conclusion, parted, waits_for_core, waits_for_others
+from zftune.tuner.messages import ENDED_EARLY, conclusion, parted
 from zftune.tuner.setup import Prepared
-from zftune.tuner.states import TRAINED_ON, Stopped
+from zftune.tuner.states import TRAINED_ON
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
 
 
@@ -41,22 +41,19 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
             recording.withdraw_preset(trial.setting, Withdrawal("guard"))
 
 
-def farewell(prepared: Prepared | None, message: Goodbye, count: Count, waited_s: float) -> Farewell:
+def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farewell:
     """End a search without a working thread; `prepared` None: it had not begun.
 
-    `count` is the run's whole; `waited_s` the sampler's wait for a core.
+    `count` is the run's whole.
     """
     search = None if prepared is None else prepared.search
-    over = search is not None and isinstance(search.state, Stopped)
+    over = search is not None and search.is_settled
     if search is not None:
         if message.idle is not None:
             search.idle(message.idle)
         if not over:
-            search.stop(message.reason or ENDED_EARLY)
-    level, sentence = conclusion(
-        search, count, steps=message.steps, begins=message.begins, over=over or message.over,
-        waited_s=waited_s,
-    )  # fmt: skip
+            search.stop(message.reason or ENDED_EARLY, early=True)
+    level, sentence = conclusion(search, count, steps=message.steps, begins=message.begins, over=over or message.over)
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remember(remark)
@@ -108,7 +105,7 @@ class Confirming:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The search has stopped; unless it is pinned, step times are watched."""
+    """The search has stopped, or rests; unless it is pinned, a setting is compared now and then."""
 
     name: ClassVar[str] = "frozen"
     reason: str
@@ -117,7 +114,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """Step times have changed: the incumbent is measured again, then the search goes on."""
+    """The machine or the steps have changed: the incumbent is measured again, then the search goes on."""
 
     name: ClassVar[str] = "drifted"
     reason: str
@@ -150,38 +147,19 @@ State = Going | Paused | Ended
 def of_search(state: search.State, last: Decision | None) -> Going:
     """The state of a search that begins or continues."""
     reason = "" if last is None else last.reason
-    if isinstance(state, search.MeasuringBaseline):
+    if isinstance(state, search.Opening):
         kind = "start" if last is None else last.kind
         again = "the best settings so far are measured once more"
         return Drifted(reason) if kind == "reopen" else Baseline(again) if kind == "resume" else Baseline()
-    if isinstance(state, search.Comparing):
+    if isinstance(state, search.Unit):
+        if state.is_look:
+            return Searching(state.trial, f"setting {state.trial} is compared for the first time")
         return Confirming(state.trial, f"setting {state.trial} is compared with the best so far")
     if isinstance(state, search.Stopped):
         return Frozen(state.reason, pinned=state.final)
-    if isinstance(state, search.WaitingForBudget):
-        return Searching(None, reason)
-    if isinstance(state, search.Exploring):
-        return Searching(state.trial, f"setting {state.trial} is measured")
+    if isinstance(state, search.Resting):
+        return Frozen(state.reason or reason) if state.is_idle else Searching(None, state.reason)
     return Searching(None, "the next setting is being chosen")
-
-
-def _waiting(waited_s: float, queued_s: float, *, now: bool = False) -> str:
-    """Why it takes long until a setting is chosen; "": it does not. `now`: the one that is being chosen."""
-    if queued_s >= LONG_WAIT_S:
-        return waits_for_others(queued_s)
-    return waits_for_core(waited_s, "now" if now else "so far") if waited_s >= LONG_WAIT_S else ""
-
-
-def warming(waited_s: float, queued_s: float) -> Warming:
-    """The state while the search is made, after waiting for a core and in the daemon's queue."""
-    waiting = _waiting(waited_s, queued_s)
-    return Warming(waiting) if waiting else Warming()
-
-
-def choosing(waited_s: float, queued_s: float) -> Searching | None:
-    """The state while a setting is chosen, after these waits; None: as before, since they are short."""
-    waiting = _waiting(waited_s, queued_s, now=True)
-    return Searching(None, waiting) if waiting else None
 
 
 def advanced(state: State, to: Going) -> State:

@@ -13,14 +13,14 @@ from zftune.daemon.runs.session import RunSession
 from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
 from zftune.errors import StoreError
 from zftune.explain import document
-from zftune.explain.replay import replayed
+from zftune.explain.summary import RunSummary
 from zftune.explain.words import fates as fates_of
 from zftune.explain.words import over
 from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account, saved_with_error
 from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
-from zftune.tuner.scores import ERRORS
+from zftune.tuner.evidence import ERRORS
 from zftune.words import DECISIONS, RUN_STATES, shares
 
 if TYPE_CHECKING:
@@ -158,11 +158,7 @@ class TrialView:
     predicted_step_ms: float | None
     """By the planner; null: not predicted."""
     step_ms: float | None
-    """Of its newest measurements that count; null: it was not measured since the search began again last."""
-    earlier_step_ms: float | None
-    """Of the newest era that it was measured in, where that is not the last one."""
-    era: int
-    """That it was measured or decided about in last."""
+    """Mean of its blocks; null: it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +173,6 @@ class DecisionView:
     """Why, in a sentence."""
     trial: int | None
     """Number of the setting that it is about; null: about none."""
-    era: int
-    """Number of the era that it was made in."""
     at_unix_s: float
     """When, in seconds since 1970."""
     details: dict[str, Any]
@@ -195,28 +189,8 @@ class GainView:
     """Two standard errors."""
     text: str
     """Share and error, with no more digits than the error leaves."""
-    era: int | None = None
-    """That the last setting was adopted in; null in `run`: the search knows it, and the store is not asked."""
     over: str | None = None
-    """What it is over, in words; null in `run`, as before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EraView:
-    """A part of the search in which step times are comparable: the next one begins where they are not any more."""
-
-    number: int
-    """0, 1, .."""
-    reason: str
-    """Why the search began again; "" for the first."""
-    cause: str
-    """The same in a word: "times", "tokens", "movement" (for the quality) or "memory"; "" for the first."""
-    at_unix_s: float | None
-    """When it did; null for the first."""
-    measurements: int
-    """That count; those of the incumbent while waiting left out."""
-    settings: int
-    """Of these measurements: those that were cut short, too."""
+    """What it is over, in words; null in `run`: the store is not asked there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +233,6 @@ class RunDetails:
     """The trial whose knobs are the best so far; null: nothing is written down."""
     decisions: list[DecisionView]
     """What was decided, oldest first."""
-    eras: list[EraView]
-    """At least one once the search is written down; the last goes on."""
 
 
 def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store: Store | None = None) -> RunView:
@@ -382,8 +354,9 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
     view, record = run_view(brain, silent_s, node, store), brain.record
     steps, curve = list(brain.steps), _curve(brain)
     if store is None or record is None:
-        return RunDetails(run=view, gain=None, steps=steps, **curve, trials=[], incumbent=None, decisions=[], eras=[])
-    rows, told = replayed(store, record)
+        return RunDetails(run=view, gain=None, steps=steps, **curve, trials=[], incumbent=None, decisions=[])
+    told = RunSummary.read(store, record)
+    rows = told.trials
     if rows:  # what is written down, so that no figure is of another moment than its neighbours
         slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
         decided = {one.decision.reason for one in told.decided}
@@ -401,7 +374,6 @@ def run_details(brain: RunSession, silent_s: float, store: Store | None, node: N
         trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],
         incumbent=told.incumbent if rows else None,
         decisions=[_shown(DecisionView, one, title=DECISIONS.get(one["kind"], one["kind"])) for one in decisions],
-        eras=[_shown(EraView, one) for one in document.eras(told)],
     )
 
 

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from tests.support.zftune.fixtures import Clock
-from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, make
+from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
 from zftune.explain.document import explain_document
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
-from zftune.store.types import Decision, DecisionKind, Hardware, Key, Measurement, Model, Run, RunRecord, TrialState
-from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.scores import score
+from zftune.store.types import (
+    Decision,
+    DecisionKind,
+    Hardware,
+    Key,
+    Measurement,
+    Model,
+    Progress,
+    Run,
+    RunRecord,
+    TrialState,
+)
+from zftune.tuner.evidence import Gain
+from zftune.tuner.recorder import StoreRecorder, state_adapter
 from zftune.tuner.search import Search
-from zftune.tuner.space import feasible
+from zftune.tuner.space import Setting, feasible
 from zftune.tuner.states import Outcome, Request, Trial
 
 KEY = Key(
@@ -49,7 +61,7 @@ def searched(
     **options: Any,
 ) -> tuple[Run, Search, Driver, StoreRecorder]:
     """A search that was written down while it went on; nobody has said goodbye yet."""
-    search, driver = make(seed, 0.05, **options)
+    search, driver = make(seed, 0.05, **{"most_measurements": 24, **options})
     driver.fault = fault
     run = begin(store, budget=search.book.space.budget, feasible=feasible(search.book.space))
     recorder = StoreRecorder(store, run)
@@ -136,9 +148,22 @@ class ByHand:
             | aggregates,
         )
         self.count += 1
-        state = {"measured": TrialState.MEASURED, "aborted": TrialState.ABORTED}.get(status)
+        state = TrialState.MEASURED if status == "measured" else None
         self.store.add_measurement(self.run, trial, row, state=state)
         self.clock.now += 0.001
+
+    def knows(self, *, incumbent: int = 0, gain: Gain | None = None, step_ms: Sequence[float | None]) -> None:
+        """What the search knows of its trials: the mean step time of each, None where it was not measured."""
+        surface = Surface.random(0)
+        search = Search(surface.space(START), START, surface.forecast)
+        for number, (row, ms) in enumerate(zip(self.store.trials(self.run.run_id), step_ms, strict=True)):
+            trial = search.book.trials[0] if number == 0 else search.book.add(Setting.from_knobs(row.knobs), row.source)
+            if ms is not None:
+                trial.keep([math.log(1e3 * ms / TOKENS)])
+        search.book.incumbent_number, search.book.gain, search.book.tokens = incumbent, gain, TOKENS
+        search.measurements = self.count
+        state = state_adapter().dump_python(search.snapshot(), mode="json")
+        self.store.record(self.run, Progress(search=state))
 
     def counted(self, *counts: Count) -> None:
         """What the process that trains has counted, one count after the other."""
@@ -173,6 +198,7 @@ def by_hand(store: Store, clock: Clock) -> Run:
     rows.decide("adopt", fast, "Adopted: it saves half.", gain=0.5, error=0.01)
     rows.measure(fast, "hold", 200, steps=50)
     rows.decide("stop", fast, "That is enough.")
+    rows.knows(incumbent=2, gain=Gain(0.5, 0.01), step_ms=(400.0, 500.0, 200.0))
     rows.counted(Count(seconds=42.0, spent_s=2.0), Count(seconds=52.0, spent_s=2.0, saved_s=10.0))
     return rows.run
 
@@ -186,14 +212,11 @@ def noted(decision: Mapping[str, Any]) -> dict[str, Any]:
 def live_document(search: Search) -> dict[str, Any]:
     """What a search itself knows of what is told from its rows."""
     book, space, gain = search.book, search.book.space, search.book.gain
-    again = sum(note.kind == "reopen" for note in search.notes)
     over = None if book.reference == book.trials[0].setting else book.reference.knobs()
     return {
         "start": _live_trial(search, book.trials[0]),
         "best": _live_trial(search, book.incumbent),
-        "gain": None
-        if gain is None
-        else {"share": gain.share, "error": 2 * gain.error, "era": again - book.gain_age, "reference": over},
+        "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error, "reference": over},
         "cost": {"spent_s": search.cost.spent_s, "elapsed_s": search.cost.elapsed_s},
         "measurements": search.measurements,
         "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
@@ -210,7 +233,7 @@ def _live_trial(search: Search, trial: Trial) -> dict[str, Any]:
         "source": trial.source,
         "state": trial.state.value,
         "reason": trial.reason or None,
-        "step_ms": score(trial.samples) * search.book.tokens / 1e3 if trial.samples else None,
+        "step_ms": search.book.step_ms(trial),
         "predicted_step_ms": search.book.forecast(trial.setting).step_ms,
         "staleness_steps": trial.setting.mean_staleness_steps,
         "quality_cost_steps": search.book.space.cost(trial.setting),
@@ -224,7 +247,7 @@ LATE_S = 60.0  # a busy machine may take that long for a search on a surface
 
 def same(found: dict[str, Any], live: dict[str, Any]) -> None:
     """Found from the rows is what the search itself knows."""
-    unknown = {"quality_cost_steps", "predicted_step_ms", "earlier_step_ms", "era"}
+    unknown = {"quality_cost_steps", "predicted_step_ms"}
     for name in EXACT[:3]:
         pairs = zip(found[name], live[name], strict=True) if name == "trials" else [(found[name], live[name])]
         for one, other in pairs:
@@ -241,7 +264,7 @@ def same(found: dict[str, Any], live: dict[str, Any]) -> None:
     if live["gain"] is None:
         assert found["gain"] is None
     else:
-        figures = {name: pytest.approx(live["gain"][name], rel=1e-4) for name in ("share", "error", "era")}
+        figures = {name: pytest.approx(live["gain"][name], rel=1e-4) for name in ("share", "error")}
         assert found["gain"] == {**figures, "reference": live["gain"]["reference"]}
     assert found["cost"]["spent_s"] == pytest.approx(live["cost"]["spent_s"], abs=0.005)
     assert live["cost"]["elapsed_s"] <= found["cost"]["elapsed_s"] + 0.005 <= live["cost"]["elapsed_s"] + LATE_S

@@ -14,8 +14,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - before it is for
 from zftune import attaching
 from zftune.builtin import TuneOptions, tune
 from zftune.store import open_store
+from zftune.store.account import Account
 from zftune.store.store import Store
-from zftune.store.types import Measurement, Run, TrialState
+from zftune.store.types import Progress, Run, TrialRecord, TrialState
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.tuner import Tuner
@@ -52,15 +53,16 @@ class Acknowledging(Store):
         self.acknowledge("resumed", resumed.run_id)
         return resumed
 
-    def mark_in_flight(self, run: Run, trial_id: int) -> None:
-        super().mark_in_flight(run, trial_id)
-        self.acknowledge("in_flight", trial_id)
-
-    def add_measurement(
-        self, run: Run, trial_id: int, measurement: Measurement, *, state: TrialState | None = None, **more: Any
-    ) -> None:
-        super().add_measurement(run, trial_id, measurement, state=state, **more)
-        self.acknowledge("measured", [trial_id, measurement.aggregates["sequence"]])
+    def record(self, run: Run, progress: Progress, account: Account | None = None) -> list[TrialRecord]:
+        made = super().record(run, progress, account)
+        ids = {one.number: one.trial_id for one in self.trials(run.run_id)}
+        if progress.measured is not None:
+            number, measurement = progress.measured
+            self.acknowledge("measured", [ids[number], measurement.aggregates["sequence"]])
+        for number, (state, _) in progress.states.items():
+            if state is TrialState.IN_FLIGHT:
+                self.acknowledge("in_flight", ids[number])
+        return made
 
 
 def search(path: str, log: str, given: dict[str, Any], steps: int = 100_000) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def search(path: str, log: str, given: dict[str, Any], steps: int = 100_000) -> 
             acknowledge("trains", os.getpid())
 
     undisturbed()
-    asked = SearchOptions(sampler="random", most_measurements=10_000, patience=10_000)
+    asked = SearchOptions(most_measurements=10_000, hold=True)
     with Acknowledging.open(path, acknowledge) as store:
         document = tune(TuneOptions(steps=steps, search=asked, **given), on_step, store)
     acknowledge("ended", document["stopped"])

@@ -57,7 +57,7 @@ class Loop:
 
 
 @pytest.fixture
-def attach(store: Store, random_proposals: None) -> Iterator[Attach]:
+def attach(store: Store) -> Iterator[Attach]:
     tuners: list[zftune.Tuner] = []
     optimizers: list[ZenFlowAdamW] = []
 

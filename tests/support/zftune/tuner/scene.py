@@ -16,7 +16,6 @@ from zftune.quality import assumed_coverage
 from zftune.store.account import Count
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.executor import TuningContext, live_search
-from zftune.tuner.forecast import propose
 from zftune.tuner.guard import LossGuard
 from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
@@ -32,10 +31,6 @@ Make = Callable[..., "Scene"]
 
 class SyncWorker(ThreadWorker):
     """Thinks at once, in the thread that asks."""
-
-    def __init__(self, search: Search, recorder: StoreRecorder | None = None) -> None:
-        super().__init__(search, recorder)
-        search.agenda.propose = propose
 
     def hand(self, outcome: Outcome | None) -> None:
         self._answer = self._think(outcome)
@@ -56,11 +51,11 @@ class Scene:
         self,
         *,
         most: int = 7,
-        watch: bool = False,
+        hold: bool = False,
         planned: Setting = PLANNED,
         guard: LossGuard | None = None,
         worker: DeskMaker = SyncWorker,
-        sampler: Sampler = "random",
+        sampler: Sampler = "belief",
         micro_batches: int = 1,
         disturbance: Callable[[], str | None] = lambda: None,
         device: Device | None = None,
@@ -80,7 +75,7 @@ class Scene:
             start,
             NoForecast(1.0, start, has_memory=False),
             [planned],
-            SearchOptions(sampler=sampler, most_measurements=most, watch=watch),
+            SearchOptions(sampler=sampler, most_measurements=most, hold=hold, watch=hold),
         )
         self.recorder = Recorder()
         scene = TuningContext(
@@ -151,8 +146,8 @@ class Recorder:
 def assert_whole(scene: Scene, request: Request, outcome: Outcome) -> None:
     """The steps of a measurement are whole windows under its setting."""
     assert len(outcome.discarded_ms) == request.discard
-    assert len(outcome.steps_ms) == request.steps
+    assert len(outcome.steps_ms) <= request.steps
     first = next(step for step, stats in scene.history.items() if stats.step_ms == outcome.steps_ms[0])
-    closed = [scene.history[first + offset].closed for offset in range(request.steps)]
+    closed = [scene.history[first + offset].closed for offset in range(len(outcome.steps_ms))]
     window = [False] * (request.setting.update_interval - 1) + [True]
-    assert closed == window * (request.steps // request.setting.update_interval)
+    assert closed == window * (len(outcome.steps_ms) // request.setting.update_interval)

@@ -24,7 +24,7 @@ def search(path: str, number: int, begin: str, told: str) -> None:
     facts = RunFacts(model=Model(model_id=model_id(number), dtype="bfloat16"), micro_batch=1, sequence=64)
     with open_store(path) as store:
         recording = Recording(store, facts, "published")
-        search, driver = make(number, 0.03, sampler="random")
+        search, driver = make(number, 0.03, sampler="random", most_measurements=40)
         search.options = replace(search.options, barred=recording.barred())
         recorder = recording.begin(search)
         assert recorder is not None

@@ -110,16 +110,15 @@ class Driver:
         for index in range(request.discard + request.steps):
             step = self.surface.ms(request.setting) * math.exp(self.noise * self.random.standard_normal())
             (discarded if index < request.discard else steps).append(step)
-            reason = request.abort_reason(discarded, steps)
-            if reason is not None:
-                return Outcome("aborted", tuple(steps), tuple(discarded), TOKENS, reason=reason)
+            if request.ends_early(discarded, steps):
+                break
         return Outcome("measured", tuple(steps), tuple(discarded), TOKENS)
 
 
 START = Setting(topk_ratio=0.1, update_interval=4, apply_lag=4)
 
 
-def make(seed: int, noise: float, *, sampler: str = "tpe", **options: object) -> tuple[Search, Driver]:
+def make(seed: int, noise: float, *, sampler: str = "belief", **options: object) -> tuple[Search, Driver]:
     surface = Surface.random(seed)
     space = surface.space(START)
     planned = sorted(space.settings(), key=surface.planner_ms)[:1]

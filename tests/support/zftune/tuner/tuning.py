@@ -42,5 +42,5 @@ def quick(tmp_path: Path, mini_model: Path) -> dict[str, Any]:
     rig, text = tmp_path / "quick.toml", tmp_path / "text.txt"
     rig.write_text(rig_text("quick", forward_ms=3, backward_ms=3, d2h_ms=1, host_ms=4, h2d_ms=1, scale=1))
     text.write_text("to be, or not to be, that is the question: " * 200)
-    search = SearchOptions(sampler="random", thinking_s=THINKING_S)
+    search = SearchOptions(thinking_s=THINKING_S, most_measurements=24)
     return {"model": str(mini_model), "rig": str(rig), "text": str(text), "sequence": 8, "search": search}

@@ -32,7 +32,7 @@ def document(request: pytest.FixtureRequest) -> dict[str, Any]:
 def told() -> dict[str, Any]:
     """Of `zftune explain`, with enough settings to tell what matters."""
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        run, _ = finished(store, 8, patience=20, most_measurements=40)
+        run, _ = finished(store, 8, most_measurements=40)
         return explain_document(store, record(store, run))
 
 

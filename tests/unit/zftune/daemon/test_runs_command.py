@@ -55,7 +55,13 @@ def test_runs_are_listed(tell: Tell, runs: list[Training]) -> None:
     code, out, err = tell("runs", "list")
     assert (code, err, out.count("\n")) == (0, "", 2)
     first, second = out.splitlines()
-    assert re.match(runs[0].called + r"  settled +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k 0\.1 S \d", first)
+    best = runs[0].last.incumbent
+    assert best is not None
+    assert best != START
+    shown = (
+        rf"  settled +step \d+, 8\d\.\d ms a step, 12% host, 8% h2d, k {best.topk_ratio:g} S {best.update_interval} "
+    )
+    assert re.match(runs[0].called + shown, first)
     assert first.endswith("(gpt2)")
     assert second.startswith(f"{runs[1].called}  ")
     document = json.loads(tell("runs", "list", "--json", "-")[1])

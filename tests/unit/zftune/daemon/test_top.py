@@ -47,7 +47,7 @@ def test_a_small_terminal_shows_what_matters(client: DaemonClient, runs: list[Tr
     assert lines[2].startswith(f"{runs[0].called} settled ")
     assert " █░░░░ 12% host " in lines[2]
     assert " ± " in lines[2]
-    assert lines[2].split("% ")[-1].strip().startswith("k0.1 S")
+    assert lines[2].split("% ")[-1].strip().startswith("k0.")
     assert lines[3].startswith("  ")  # the last decision's reason
     assert lines[4].startswith(f"{runs[1].called} ended ")
     below = "\n".join(lines[6:])

@@ -94,7 +94,10 @@ def test_rigs_that_come_with_the_package_have_a_source_and_a_thread(name: str) -
         ("", "has 0 of the tables [rates] and [timeline]; it must have one"),
         ("rates = 3\nname = 'x'", "has 0 of the tables [rates] and [timeline]; it must have one"),
         (RATES + TIMELINE.partition("\n")[2].partition("\n")[2], "has 2 of the tables"),
-        (RATES.replace('name = "r"', ""), "has no name; it may have name, source, one table, [effects] and [thread]"),
+        (
+            RATES.replace('name = "r"', ""),
+            "has no name; it may have name, source, one table, [effects], [thread]",
+        ),
         (RATES.replace('"r"', "3"), "has no name"),
         ("nome = 'x'\n" + RATES, "has the unknown key 'nome'"),
         (RATES.replace("host_gbps = 3\n", ""), "has no rates.host_gbps; needed are link_d2h_gbps"),

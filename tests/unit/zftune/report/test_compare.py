@@ -21,7 +21,6 @@ from zftune.errors import BadInputError
 from zftune.profile.figures import figures
 from zftune.profile.schema import validate
 from zftune.report.compare import Comparison, compare, read_profile, render
-from zftune.tuner.scores import Sample, gain
 
 
 def by_name(comparison: Comparison) -> dict[str, Any]:
@@ -86,17 +85,6 @@ def test_slow_steps_in_a_row_are_noise() -> None:
     for row in slow["per_step"][:12]:
         row["step_ms"] += 100.0
     assert by_name(compare(slow, jittered(2)))["step_ms.mean"].finding == "within noise"
-
-
-@pytest.mark.parametrize("longer_ms", [0.0, 3.0, 6.0, 12.0])
-def test_a_search_agrees(longer_ms: float) -> None:
-    for seed in range(8):
-        pair = jittered(2 * seed), jittered(2 * seed + 1, longer_ms=longer_ms)
-        samples = [Sample.of([row["step_ms"] for row in one["per_step"]], 1, 512) for one in pair]
-        found, row = gain(samples[:1], samples[1:], seed=0), by_name(compare(*pair))["step_ms.typical"]
-        assert row.relative == pytest.approx(-found.share)
-        assert row.standard_error / row.a == pytest.approx(found.error)
-        assert (row.finding == "beyond noise") == found.beyond_noise
 
 
 def test_noise_is_called_beyond_it_one_time_in_twenty() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,7 @@ from zftune.errors import BadInputError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
-from zftune.tuner import drivers
 from zftune.tuner.messages import NOT_PREDICTED, other_rate
-from zftune.tuner.sampler_process import SamplerProcess
 from zftune.tuner.setup import Preparation
 from zftune.tuner.space import Setting
 
@@ -50,8 +45,7 @@ def test_a_loop_is_tuned_and_remembered(attach: Attach, store: Store, caplog: py
         loop.step()
     assert caplog.messages[0].startswith("zftune tunes with quality published")
     preparing = f"Measuring begins after {tuner.begins} steps and some seconds of preparation"
-    needs = f"{preparing}; a search makes at most 5 measurements: about "
-    assert f". {needs}{tuner.begins + 5 * (4 + 20)} steps where step times are steady, " in caplog.messages[0]
+    assert f". {preparing}, with at most 5 measurements. " in caplog.messages[0]
     assert loop.knobs == tuner.incumbent
     tuner.close()
     search = tuner.search
@@ -170,33 +164,6 @@ def test_a_training_that_ends_before_the_search_says_so(attach: Attach, caplog: 
     assert tuner.notices == [said]
 
 
-def test_a_search_that_gets_no_core_is_told_once_and_at_the_end(
-    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, logger="zftune")
-    readings, asks = itertools.count(100.0, 6.0), threading.Event()
-    monkeypatch.setattr("zftune.tuner.sampler_process._core_wait_s", lambda _: next(readings))
-
-    def ready(thinker: SamplerProcess) -> None:
-        asks.set()
-        thinker.ask(time.sleep, 60)
-
-    monkeypatch.setattr(SamplerProcess, "ready", ready)
-    loop = Loop()
-    tuner = attach(loop)
-    loop.run(tuner, until=asks.is_set)
-    told = "Choosing settings has waited 6 s for a core so far: the training and other programs take them."
-    loop.run(tuner, until=lambda: told in tuner.notices)
-    for _ in range(3):
-        loop.step()
-    tuner.close()
-    assert caplog.messages.count(told) == 1
-    last = tuner.conclusion
-    assert last is not None
-    assert re.search(r"ended before a first measurement \(choosing settings has waited \d+ s for a core in all: ", last)
-    assert "which begins after" not in last
-
-
 def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     tuner = attach(loop)
@@ -206,7 +173,7 @@ def test_a_training_that_ends_before_a_measurement_says_so(attach: Attach, caplo
     tuner.close()
     said = (
         f"zftune tuned nothing: the training took {steps} steps and ended before a first measurement, which begins "
-        "after 8 steps and some seconds of preparation and takes 24 more steps."
+        "after 8 steps and some seconds of preparation and takes 68 more steps."
     )
     assert said in tuner.notices
     assert caplog.messages.count(said) == 1
@@ -363,23 +330,6 @@ def test_a_search_that_cannot_be_prepared_is_none_and_closing_says_nothing_more(
     loop.step()
     tuner.close()
     loop.step()
-
-
-def test_closing_does_not_wait_for_an_answer_that_nobody_needs(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    asks = threading.Event()
-
-    def think(self: Preparation, *_: object) -> None:
-        asks.set()
-        self._sampler_process.ask(time.sleep, 3600.0)
-
-    monkeypatch.setattr(Preparation, "prepare", think)
-    monkeypatch.setattr(drivers, "_JOIN_S", 60.0)
-    loop = Loop()
-    tuner = attach(loop)
-    loop.run(tuner, until=asks.is_set)
-    began_s = time.monotonic()
-    tuner.close()
-    assert time.monotonic() - began_s < 30
 
 
 def test_an_optimizer_that_is_closed_while_a_setting_is_tried_blames_no_setting(attach: Attach, store: Store) -> None:

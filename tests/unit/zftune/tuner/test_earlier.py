@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.support.tiers import combinations
 from tests.support.zftune.tuner.surfaces import START, Surface, coverage
 from tests.unit.zftune.tuner.test_resume import World, kept, learning
-from zftune.explain.replay import replayed
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.types import Curve, CurvePoint, TrialState
 from zftune.tuner import messages
-from zftune.tuner.scores import Pace
-from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space, space_for
 from zftune.tuner.states import OF_INCUMBENT
 
@@ -41,9 +39,10 @@ def world() -> Iterator[World]:
 def adopted(world: World) -> World:
     """A run of it that has adopted what comes late, and whose search is not over."""
     begun = world.begin()
-    begun.search.agenda.suggest(LATE, "planner")
+    begun.search.suggest(LATE, "planner")
     learning(begun, 1e-5)
-    world.go(begun, 5)
+    while not begun.search.book.adoptions:
+        world.go(begun, 1)
     assert begun.search.book.incumbent.setting == LATE
     world.end(begun, unfinished=True)
     return world
@@ -128,40 +127,14 @@ def test_a_step_back_holds_where_nothing_was_measured_after_it(
         begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5, **more)
         book = begun.search.book
         assert (book.incumbent.number, book.incumbent.setting, book.gain) == (back.number, back.setting, None)
-    trials, told = replayed(adopted.store, run.run_id)
+    told = RunSummary.read(adopted.store, run.run_id)
+    trials = told.trials
     assert (told.incumbent, told.gain, len(trials)) == (back.number, None, len(book.trials))
     first, second = adopted.go(begun, 2, movement_percent=0.05 if is_known else 1e-3).requests
     assert (first.role, first.setting, is_known or second.setting) == ("start", back.setting, is_known or LATE)
     adopted.end(begun, unfinished=True)
     book = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5).search.book
     assert (book.incumbent.number, book.gain) == (back.number, None)
-
-
-def test_what_comes_late_is_tried_again_where_a_planner_plans_anew(
-    adopted: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Planner:
-        forecast = staticmethod(adopted.surface.forecast)
-
-        def learn(self, before: Pace | None, now: Pace) -> None:
-            pass
-
-        def planned(self) -> Sequence[Setting]:
-            return [replace(START, topk_ratio=0.2)]
-
-    def search(start: Setting, options: SearchOptions, wanted: dict[str, Any]) -> Search:
-        return Search(wanted["space"], start, adopted.surface.forecast, (), options, cast("Any", Planner()))
-
-    monkeypatch.setattr(adopted, "search", search)
-    more: dict[str, Any] = {"space": unmoved(adopted.space), "learning_rate": 1e-5}
-    begun = adopted.begin(begins_anew=True, **more)
-    adopted.go(begun, 1, movement_percent=1e-3)
-    request = begun.search.next()
-    assert request is not None
-    assert request.setting == LATE
-    adopted.end(begun, unfinished=True)
-    begun = adopted.begin(**more)  # whose process was killed before it was
-    assert [one.setting for one in adopted.go(begun, 2, movement_percent=1e-3).requests] == [START, LATE]
 
 
 def test_a_training_that_lives_goes_on_as_it_was(adopted: World) -> None:
@@ -179,9 +152,10 @@ def test_a_search_that_was_ended_for_good_stays_so_where_its_settings_come_too_l
         assert again.search.book.incumbent.setting == adopted.space.moving(0.05).earlier(LATE)
         assert again.search.next() is None
         adopted.end(again, unfinished=True)
-    trials, told = replayed(adopted.store, adopted.store.runs()[0].run_id)
+    told = RunSummary.read(adopted.store, adopted.store.runs()[0].run_id)
+    trials = told.trials
     assert [one.decision.kind for one in told.decided].count("movement") == 1
-    assert (len(trials), told.incumbent) == (3, 2)
+    assert told.incumbent == len(trials) - 1
 
 
 def test_what_comes_late_is_tried_again_also_where_the_run_began_with_it(world: World) -> None:
@@ -214,4 +188,4 @@ def test_what_was_tried_again_is_not_planned_once_more(adopted: World) -> None:
     assert adopted.go(begun, 2, movement_percent=1e-3).requests[-1].setting == LATE
     adopted.end(begun, unfinished=True)
     begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5)
-    assert LATE not in [setting for setting, _ in begun.search.agenda._planned]
+    assert LATE not in [setting for setting, _ in begun.search._wanted[1:]]

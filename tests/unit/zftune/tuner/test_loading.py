@@ -23,7 +23,7 @@ Saved = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture
-def loops(random_proposals: None) -> Iterator[list[Loop]]:
+def loops() -> Iterator[list[Loop]]:
     made = [Loop(), Loop()]
     yield made
     for loop in made:
@@ -129,7 +129,7 @@ def test_what_was_measured_is_given_up_and_the_search_goes_on(make: Make) -> Non
 def test_knobs_that_a_loaded_state_has_give_way_to_the_incumbents(
     make: Make, monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], thinks: bool
 ) -> None:
-    scene = make(most=1, watch=True)
+    scene = make(most=1, hold=True)
     scene.run(until=lambda: scene.live.request is not None and scene.live.request.role == "hold")
     if thinks:
         monkeypatch.setattr(SyncWorker, "poll", lambda _: None)

@@ -6,13 +6,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.support.zftune.fixtures import MINI_TIMELINE
-from tests.support.zftune.tuner.drifting import World
 from tests.support.zftune.tuner.scene import Scene
 from tests.support.zftune.tuner.surfaces import START, Recorded, make
 from zenflow import ZenFlowConfig
@@ -23,12 +21,12 @@ from zftune.profile.measure import Task, Training
 from zftune.store import open_store
 from zftune.store.account import Count
 from zftune.store.store import Store
-from zftune.store.types import Model, Query, Ratios, RunState
+from zftune.store.types import Query, Ratios, RunState
 from zftune.tuner import drivers, recording
+from zftune.tuner.evidence import Gain
+from zftune.tuner.pace import Load, ratios_of
 from zftune.tuner.recording import Recording, RunFacts
-from zftune.tuner.scores import Gain, Load, ratios_of
-from zftune.tuner.search import MOST_RESTARTS
-from zftune.tuner.states import Trial
+from zftune.tuner.states import Adoption
 from zftune.tuner.training_info import TuneRequest
 from zftune.workload import load_text
 
@@ -72,42 +70,26 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert [run.state for run in store.runs()] == [RunState.FINISHED]
         assert (preset.preset.evidence.baseline, len(store.presets())) == ("start", 1)
         book = search.book
-        room = book.move_to(replace(START, offload_ratio=0.9))  # nobody has compared it
-        room.samples = list(book.trials[0].samples)
+        room = book.add(replace(START, offload_ratio=0.9), "reference")
+        room.keep([4.0])
+        book.move_to(room)  # nobody has compared it
+        book.gain = None
         recording.keep_preset(search)
         assert len(store.presets()) == 1
-        better = book.append(Trial(len(book.trials), replace(START, topk_ratio=0.4), "search"))
-        book.adopt(better, Gain(0.1, 0.01), room.samples)
+        better = book.add(replace(START, topk_ratio=0.4), "search")
+        better.keep([3.9])
+        book.adopt(better, Adoption(better.number, room.number, 0.1, 0.01))
+        book.gain = Gain(0.1, 0.01)
         recording.keep_preset(search)
         (kept,) = (one for one in store.presets() if one.knobs == better.setting.knobs())
         assert (kept.evidence.baseline, round(kept.evidence.gain, 6)) == ("planner", 0.1)
         assert shown(kept)["against"].endswith(" ms, the setting that the quality or GPU memory asked for")
-        unproven = book.append(Trial(len(book.trials), replace(START, topk_ratio=0.3), "search"))
-        book.adopt(unproven, Gain(0.8, 0.2), room.samples)
-        samples = list(unproven.samples)
-        for _ in range(MOST_RESTARTS):
-            book.forget()
-        unproven.samples = samples
+        unproven = book.add(replace(START, topk_ratio=0.3), "search")
+        unproven.keep([3.8])
+        book.adopt(unproven, Adoption(unproven.number, better.number, 0.8, 0.5))
+        book.gain = Gain(0.8, 0.5)
         recording.keep_preset(search)
-        assert recording.notices[-1].startswith("No preset is kept: the search began again 4 times since its gain")
         assert len(store.presets()) == 2
-
-
-@pytest.mark.parametrize(("fast", "kept"), [(0.9, 1), (0.99, 0)])
-def test_a_gain_that_is_none_in_other_times_makes_no_preset(fast: float, kept: int) -> None:
-    facts = RunFacts(model=Model(model_id="0" * 16, dtype="bfloat16"), micro_batch=1, sequence=64)
-    with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
-        recording, world = Recording(store, facts, "published"), World(most_measurements=5)  # too few for a tie
-        recorder = recording.begin(world.search)
-        assert recorder is not None
-        world.settle()
-        world.factor, world.fast = 1.5, fast
-        world.run(2)
-        world.settle()
-        recording.keep_preset(world.search)
-        assert len(store.presets()) == kept
-        said = "No preset is kept: compared with the starting point again, the best settings gain"
-        assert sum(notice.startswith(said) for notice in recording.notices) == 1 - kept
 
 
 def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> None:
@@ -146,18 +128,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def test_what_holds_once_a_search_began_again_is_kept_as_a_preset(store: Store) -> None:
-    tuner = Recorded(store, 1)
-    while not tuner.search.book.adoptions:
-        tuner.tell(tuner.choose())
-    tuner.search._changed_times("Step times have changed: the search begins again.")
-    while not tuner.search.book.incumbent.samples:
-        tuner.tell(tuner.choose())
-    assert tuner.search.book.trials[0].samples == []
-    tuner.recording.keep_preset(tuner.search)
-    assert [one.knobs for one in store.presets()] == [tuner.search.book.incumbent.setting.knobs()]
-
-
 def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     opens, opened = threading.Event(), threading.Event()
 
@@ -168,7 +138,6 @@ def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkey
 
     monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
     monkeypatch.setattr(drivers, "_user_store", slow)
-    monkeypatch.setattr(drivers, "_thinker_beside", lambda _: Mock(waited_s=0.0))  # which nobody asks
     optimizer = Scene().optimizer
     driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
     ended = drivers.Ended(

@@ -14,8 +14,6 @@ from zftune.store import open_store
 from zftune.store.types import RunState, TrialState
 from zftune.tuner.states import Request
 
-pytestmark = pytest.mark.usefixtures("random_proposals")
-
 
 def is_challenger(request: Request | None) -> bool:
     return request is not None and request.trial > 0

@@ -45,7 +45,7 @@ def document(message: Any) -> Any:
 
 def hello(run: str = RUN, *, again: Reattach | None = None, fresh: bool = False, **search: Any) -> Hello:
     found = facts()
-    options = replace(found.wishes.search, **search)
+    options = replace(found.wishes.search, **{"most_measurements": 9, **search})
     return Hello(
         protocol=PROTOCOL,
         run=run,

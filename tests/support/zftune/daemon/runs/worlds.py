@@ -10,7 +10,6 @@ from typing import Any
 from tests.support.zftune.daemon.runs.agents import RUN, SOON_S, Agent, facts, faster
 from tests.support.zftune.daemon.runs.loops import Direct
 from zftune.daemon.runs.registry import Registry
-from zftune.daemon.runs.sampler_pool import SamplerPool
 from zftune.errors import StoreError
 from zftune.store import open_store
 from zftune.store.store import Store
@@ -23,8 +22,8 @@ START = Setting.of(facts().config)
 class World:
     """A store in a file, and a daemon's registry; both can be ended like a process that is killed."""
 
-    def __init__(self, path: Path, samplers: SamplerPool | None = None) -> None:
-        self.path, self._thinkers = path, samplers
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.now_s = 0.0
         self.disturbed: Callable[[], str | None] = lambda: None
         self._killed: list[Registry] = []
@@ -36,7 +35,6 @@ class World:
         self.registry = Registry(
             self.store,
             lease_s=30.0,
-            samplers=self._thinkers,
             clock=lambda: self.now_s,
             disturbance=lambda _: lambda: self.disturbed(),
         )
@@ -45,7 +43,6 @@ class World:
     def kill(self) -> None:
         """No goodbye is written; the locks end as they do with a process."""
         self.store.close()
-        self.registry._thinkers.close()
         self._killed.append(self.registry)
 
     def end(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from tests.support.zftune.daemon.runs.worlds import World
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.session import SLOW_S
 from zftune.daemon.runs.registry import Command
-from zftune.daemon.runs.sampler_pool import SamplerPool
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import run_view
@@ -37,23 +36,6 @@ EVENTS = 9
 SHARE = 0.02
 _RATES = dict.fromkeys(("link_d2h_gbps", "link_h2d_gbps", "host_gbps", "device_gbps"), 1.0)
 RIG = Rig("steady", "", forward_ms=30.0, backward_ms=30.0, scale=1.0, **_RATES)
-
-
-class Kept(SamplerPool):
-    """Processes that think for one daemon after the other: each takes a while to begin."""
-
-    def close(self) -> None:
-        return
-
-    def end(self) -> None:
-        super().close()
-
-
-@pytest.fixture(scope="module")
-def samplers() -> Iterator[Kept]:
-    kept = Kept()
-    yield kept
-    kept.end()
 
 
 class Line:
@@ -74,8 +56,8 @@ class Line:
 class Life:
     """A training, a daemon, and what befalls them."""
 
-    def __init__(self, path: Path, chance: random.Random, samplers: Kept) -> None:
-        self.world, self.chance = World(path, samplers), chance
+    def __init__(self, path: Path, chance: random.Random) -> None:
+        self.world, self.chance = World(path), chance
         self.watch_s = 0.0
         """Of trainings before, of the same run."""
         self.record: str | None = None
@@ -250,9 +232,9 @@ class Life:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("seed", fresh_seeds("accounts", SEQUENCES))
-def test_the_account_agrees_with_a_stopwatch_whatever_happens(tmp_path: Path, samplers: Kept, seed: int) -> None:
+def test_the_account_agrees_with_a_stopwatch_whatever_happens(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    life = Life(tmp_path / "zftune.db", chance, samplers)
+    life = Life(tmp_path / "zftune.db", chance)
     events: dict[str, Callable[[], None]] = {
         "daemon killed": life.kill_daemon,
         "daemon ended": life.end_daemon,

@@ -5,6 +5,7 @@ By this process, and by a real daemon, of which what it shows of the ranks is lo
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from torch import nn
 
 from tests.support.zenflow.rank_runs import results_of_ranks
 from tests.support.zftune.daemon.daemons import COMMAND, serving, short_folder, zftune
-from tests.support.zftune.samplers import FORKING
 from zenflow import Partition, ZenFlowAdamW, ZenFlowConfig
 from zftune.attaching import attach_ranks
 from zftune.daemon.client.driver import DaemonDriver
@@ -33,12 +33,10 @@ from zftune.planner.simulate import simulate
 from zftune.planner.split import split_of
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner import sampler_process
 from zftune.tuner.drivers import LocalDriver, SearchDriver
 from zftune.tuner.forecast import forecast_for, rig_machine
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.rank_consensus import KnobConsensus
-from zftune.tuner.scores import score
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.training_info import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
@@ -175,7 +173,7 @@ class Training:
         search = self.tuner.search
         assert search is not None
         forecast = search.book.forecast(search.book.trials[0].setting)
-        measured = [trial for trial in search.book.trials if trial.samples]
+        measured = [trial for trial in search.book.trials if trial.blocks]
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
             "notices": self.tuner.notices,
@@ -186,16 +184,14 @@ class Training:
             "budget": search.book.space.budget,
             "host_bytes": [forecast.host_bytes, search.book.trials[0].host_bytes],
             "measured": [
-                [one.number, one.setting.knobs(), score(one.samples), search.book.forecast(one.setting).step_ms]
+                [one.number, one.setting.knobs(), math.exp(one.log_us), search.book.forecast(one.setting).step_ms]
                 for one in measured
             ],
         }
 
 
 def take_part(shared: str, searches: str, rank: int) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_process, "subprocess", FORKING)
-        return Training(shared, searches, rank, RANKS).search()
+    return Training(shared, searches, rank, RANKS).search()
 
 
 WORK = {f"{shared}, {searches}": partial(take_part, shared, searches) for shared, searches in WAYS}
@@ -230,9 +226,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory, served: Path) -> OfRanks:
 @cache
 def found_alone(shared: str) -> dict[str, Any]:
     """What a rank that is alone has found, whose gradients leave as those of ranks do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_process, "subprocess", FORKING)
-        return Training(shared, "process").search()
+    return Training(shared, "process").search()
 
 
 def without_movement(notices: list[str]) -> tuple[list[str], list[float]]:

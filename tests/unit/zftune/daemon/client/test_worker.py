@@ -12,7 +12,7 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.protocol.messages import MOST_CHANGES, Directive
-from zftune.tuner.scores import Gain
+from zftune.tuner.evidence import Gain
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
 from zftune.tuner.worker import Answer
@@ -21,7 +21,7 @@ SESSION = "a" * 32
 OWN = Setting()
 OTHER = Setting(topk_ratio=0.2)
 GAIN = Gain(0.25, 0.01)
-REQUEST = Request(OTHER, "explore", 3, 4, 20, 10.0, 1.0)
+REQUEST = Request(OTHER, "explore", 3, 4, 20, incumbent_step_ms=10.0, allowance_s=1.0)
 MEASURED = Outcome("measured", (1.0,) * 20, (1.0,) * 4)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0002"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -105,6 +105,7 @@ def _run() -> None:
         sa.Column("lease_until_unix_s", sa.Double(), nullable=False),
         sa.Column("ended_unix_s", sa.Double()),
         sa.Column("account", sa.JSON()),
+        sa.Column("search", sa.JSON()),
         *_key(),
     )
     op.create_index("ix_run_key", "run", ["model_id", "hw_id"])

@@ -1,0 +1,1 @@
+"""Whole searches in simulated time, under the noise of real machines."""

@@ -1,0 +1,95 @@
+"""The value of a block of steps, and the noise of such values.
+
+A block is a number of whole windows, at least as long as a selection period. Its value is the logarithm of the mean
+step, in which a plain step counts for at most `CAP` medians: a rare hiccup says nothing of a setting. Steps that select
+or exchange columns count in full, since they are part of what the setting costs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK_STEPS = 16
+"""Of a block, at least: a selection period."""
+MOST_BLOCK_STEPS = 64
+CAP = 2.5
+"""Medians."""
+_MOST_CORRELATION = 0.9
+_LEAST_FOR_CORRELATION = 8
+
+
+def block_steps(interval: int, wanted: int = BLOCK_STEPS) -> int:
+    """Steps of a block: whole windows of `interval` steps, at least `wanted` within the bounds of a block."""
+    return interval * -(-min(MOST_BLOCK_STEPS, max(BLOCK_STEPS, wanted)) // interval)
+
+
+def block_value(steps_ms: Sequence[float], moves: Sequence[bool] = ()) -> float:
+    """Logarithm of the winsorised mean step in ms; `moves` says which steps selected or exchanged columns."""
+    most = CAP * statistics.median(steps_ms)
+    flags = moves or (False,) * len(steps_ms)
+    return math.log(statistics.fmean(ms if full else min(ms, most) for ms, full in zip(steps_ms, flags, strict=True)))
+
+
+def block_values(steps_ms: Sequence[float], moves: Sequence[bool], size: int) -> list[float]:
+    """Values of consecutive blocks of `size` steps; what is left at the end joins the last one, if there is one."""
+    count = max(1, len(steps_ms) // size)
+    ends = [*(size * block for block in range(1, count)), len(steps_ms)]
+    begins = [0, *ends[:-1]]
+    return [block_value(steps_ms[begin:end], moves[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
+@dataclass(slots=True)
+class BlockNoise:
+    """Variance of a block's value, pooled over all differences between values that should be equal."""
+
+    squares: float = 0.0
+    freedom: float = 0.0
+
+    def add(self, difference: float, factor: float) -> None:
+        """Take a difference whose variance is `factor` times that of a block."""
+        self.squares += difference**2 / factor
+        self.freedom += 1
+
+    @property
+    def variance(self) -> float:
+        """The pooled estimate; a small floor where values are free of noise."""
+        return max(1e-8, self.squares / self.freedom) if self.freedom else 1.0
+
+    @property
+    def cautious(self) -> float:
+        """The same, enlarged by what few degrees of freedom may hide."""
+        return self.variance * (1 + 8 / self.freedom) if self.freedom else 1.0
+
+
+def error_of_mean(values: Sequence[float], interval: int) -> float | None:
+    """Standard error of the mean of `values`, one for each step in order; None where there are fewer than two.
+
+    Steps of a window of `interval` steps differ by their place in it, which is no noise. Where there are not two whole
+    windows all steps are taken as alike, which gives a larger error.
+    """
+    if len(values) < 2:
+        return None
+    rows = len(values) // interval
+    whole = np.asarray(values[: rows * interval] if rows >= 2 else values, dtype=np.float64)
+    windows = whole.reshape(rows, interval) if rows >= 2 else whole.reshape(-1, 1)
+    left = windows - windows.mean(axis=0)
+    variance = float((left**2).sum()) / (left.size - left.shape[1])
+    widths = left.std(axis=0)  # a place that varies more would hide how alike its neighbours are
+    series = (left / np.where(widths > 0, widths, 1.0)).ravel()
+    return math.sqrt(variance / len(values)) * _correlation_factor(series)
+
+
+def _correlation_factor(series: np.ndarray) -> float:
+    """By how much errors grow where neighbours are alike, as for an AR(1) process (bias corrected, Kendall 1954)."""
+    centred = series - series.mean()
+    power, steps = float((centred**2).sum()), len(series)
+    if power == 0.0 or steps < _LEAST_FOR_CORRELATION:
+        return 1.0
+    found = float((centred[1:] * centred[:-1]).sum()) / power
+    correlation = min(max((steps * found + 1) / (steps - 4), 0.0), _MOST_CORRELATION)
+    return math.sqrt((1 + correlation) / (1 - correlation))

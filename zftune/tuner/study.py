@@ -1,0 +1,205 @@
+"""The search as an Optuna study: ask and tell, with a sampler and a pruner of our own.
+
+Imported where a search begins, since Optuna takes half a second to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+from optuna.trial import TrialState as OptunaState
+
+from zftune.store.types import TrialState
+from zftune.tuner.space import Setting, Space
+from zftune.tuner.states import Sampler, Trial
+
+MOST_ASKED = 20
+"""Proposals that may not run, in one question."""
+Params = dict[str, int]
+"""Which choice of each dimension."""
+_CONSTRAINT = "allowed"
+_OWN: tuple[Sampler, ...] = ("belief", "none")
+
+
+class BeliefSampler(BaseSampler):
+    """Proposes what `best` says: the largest expected improvement by what is believed of all settings."""
+
+    def __init__(self, space: Space, best: Callable[[], Setting | None]) -> None:
+        self._space, self._best = space, best
+        self.chosen: Setting | None = None
+        """The last proposal itself, which may lie between the choices of the study's parameters."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The parameters of the space."""
+        return distributions(self._space)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The proposal's choices; none where nothing is left to be tried."""
+        self.chosen = self._best()
+        return {} if self.chosen is None else dict(self._space.indices(self.chosen))
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """The choice of the user's own setting."""
+        return self._space.indices(self._space.base)[param_name]
+
+
+class RacePruner(BasePruner):
+    """Ends the visit of a setting once another one is worth more; `outdone` says whether."""
+
+    def __init__(self, outdone: Callable[[], bool]) -> None:
+        self._outdone = outdone
+
+    def prune(self, study: Study, trial: FrozenTrial) -> bool:
+        """Whether the visit ends."""
+        return self._outdone()
+
+
+class SearchStudy:
+    """One search's study, in memory.
+
+    Args:
+        best: see `BeliefSampler`.
+        outdone: see `RacePruner`.
+        may_run: whether a setting is allowed.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        sampler: Sampler,
+        seed: int,
+        *,
+        best: Callable[[], Setting | None],
+        outdone: Callable[[], bool],
+        may_run: Callable[[Setting], bool],
+    ) -> None:
+        self._space, self._name, self._seed, self._may_run = space, sampler, seed, may_run
+        self._belief = BeliefSampler(space, best)
+        with _quiet():
+            self.study = optuna.create_study(direction="minimize", pruner=RacePruner(outdone), sampler=self._belief)
+        self._open: optuna.Trial | None = None
+        self._units = 0
+        """Of the open visit."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a visit goes on."""
+        return self._open is not None
+
+    def propose(
+        self, number: int, incumbent: Setting, value: Callable[[Setting], float], rejected: list[tuple[Setting, Params]]
+    ) -> tuple[Setting, Params] | None:
+        """The setting to visit next, whose visit is open then; None: nothing is left.
+
+        Args:
+            number: of the search's trials before.
+            value: of a setting that may not run, by prediction.
+            rejected: takes proposals that may not run.
+        """
+        if not self._space.dimensions:
+            return None
+        self._units = 0
+        for question in range(MOST_ASKED):
+            self.study.sampler = self._sampler(number + question)
+            trial = self.study.ask(distributions(self._space))
+            setting = self._belief.chosen if self._name in _OWN else self._space.setting(trial.params)
+            if setting is None or setting == incumbent:
+                self.study.tell(trial, state=OptunaState.FAIL)
+            elif self._may_run(setting):
+                self._open = trial
+                return setting, dict(trial.params)
+            else:
+                trial.set_constraint(_CONSTRAINT, 1.0)
+                self.study.tell(trial, value(setting))
+                rejected.append((setting, dict(trial.params)))
+            if setting is None:
+                return None
+        return None
+
+    def visit(self, params: Params) -> None:
+        """Open a visit that somebody else has proposed."""
+        self.study.enqueue_trial(dict(params))
+        self._open = self.study.ask(distributions(self._space))
+        self._units = 0
+
+    def report(self, gain: float) -> bool:
+        """Take a unit's gain; whether the pruner ends the visit."""
+        assert self._open is not None
+        self._open.report(gain, self._units)
+        self._units += 1
+        return self._open.should_prune()
+
+    def end(self, value: float | None, setting: Setting, *, adopted: bool = False) -> None:
+        """Close the visit; `value` is the logarithm of its time relative to the start's, None: it is not known."""
+        trial, self._open = self._open, None
+        if trial is None:
+            return
+        trial.set_user_attr("knobs", setting.knobs())
+        trial.set_user_attr("adopted", adopted)
+        if value is None:
+            self.study.tell(trial, state=OptunaState.FAIL)
+        else:
+            trial.set_constraint(_CONSTRAINT, 0.0)
+            self.study.tell(trial, value)
+
+    def refill(self, trials: Sequence[Trial]) -> None:
+        """Add the visits that are over, of this life or an earlier one."""
+        choices = distributions(self._space)
+        for one in trials:
+            if one.value is not None:
+                frozen = optuna.trial.create_trial(
+                    state=OptunaState.COMPLETE,
+                    value=one.value,
+                    params=dict(one.params or self._space.indices(one.setting)),
+                    distributions=choices,
+                    intermediate_values=dict(enumerate(one.gains)),
+                    user_attrs={"knobs": one.setting.knobs()},
+                    constraints={_CONSTRAINT: 1.0 if one.state is TrialState.REJECTED else 0.0},
+                )
+                self.study.add_trial(frozen)
+
+    def resume(self, trial: Trial) -> None:
+        """Open a visit again that had begun."""
+        self.visit(trial.params)
+        for gain in trial.gains:
+            self.report(gain)
+
+    def _sampler(self, number: int) -> BaseSampler:
+        """Made anew for each question, so that what it proposes follows from the run's seed and the trial's number."""
+        if self._name in _OWN:
+            return self._belief
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        if self._name == "tpe":
+            return TPESampler(n_startup_trials=0, seed=seed)
+        if self._name == "random":
+            return RandomSampler(seed=seed)
+        return GPSampler(n_startup_trials=0, seed=seed)
+
+
+def distributions(space: Space) -> dict[str, BaseDistribution]:
+    """The parameters of a space: which choice of each dimension."""
+    return {one.name: IntDistribution(0, len(one.choices) - 1) for one in space.dimensions}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Optuna's log line about a new study off the user's screen."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
