@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -131,10 +132,13 @@ def test_the_counter_is_what_the_process_grows_by() -> None:
         return grown, counted
 
     run()  # what torch keeps for its own temporaries
-    gc.collect()
-    grown, counted = run()
+    runs = []
+    for _ in range(5):  # torch keeps temporaries of its own, now more, now less
+        gc.collect()
+        runs.append(run())
+    grown, counted = statistics.median(grown for grown, _ in runs), runs[0][1]
     assert counted > (14 + 2 * 4) * weight.numel()
-    assert abs(grown - counted) < 0.35 * counted  # torch keeps temporaries of its own, now more, now less
+    assert abs(grown - counted) < 0.35 * counted
     gc.collect()
     before = resident_bytes()
     run()
