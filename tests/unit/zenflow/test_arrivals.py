@@ -133,5 +133,5 @@ def test_columns_change_tier_within_staging_bytes() -> None:
     gradients = sum(weight.nbytes for weight in weights) // 2
     optimizer.close()
     assert moved == 2 * 6 * state
-    assert device.peak_coming_bytes == 2 * state
+    assert state <= device.peak_coming_bytes <= 2 * state  # one or two, as fast as the host's thread is
     assert 2 * state <= held <= gradients + 2 * state + 4096  # selections
