@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,16 +87,8 @@ class DeferredTier:
         """Make room for columns; `read_masters` fills it.
 
         Args:
-            name: the parameter's.
-            plan: its split.
-            dtype: its dtype.
             columns: [plan.deferred] int64, ascending.
-            runtime: shared by all weights.
             initial: what each moment starts with.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
         """
         self._name = name
         self._rows = plan.rows
@@ -111,11 +103,7 @@ class DeferredTier:
         self._host = HostColumns(runtime.rule, self.state, handle)
 
     def join(self, plan: WeightPlan) -> None:
-        """Join the buckets that a plan has; after `Buckets.begin`, and with nothing logged or in flight.
-
-        Args:
-            plan: with the columns that the tier has.
-        """
+        """Join the buckets that a plan has; after `Buckets.begin`, and with nothing logged or in flight."""
         known = {part.slots: part for part in self.parts}
         self.parts = []
         for number, (low, high) in enumerate(plan.bucket_slots):
@@ -134,9 +122,6 @@ class DeferredTier:
         """Note how far a window has moved a sample of its weights; called when its job is done, by any thread.
 
         It reads the host's own masters before the part's next window: no launch, no copy over the link.
-
-        Args:
-            window: whose job is done.
         """
         part, before = window.part, window.part.sample
         every = self._stride(part)
@@ -163,7 +148,6 @@ class DeferredTier:
         """Some of a part's columns.
 
         Args:
-            part: one of the tier's.
             rows: [slots, rows], of its slots in order.
         """
         return self._sampled_columns(part).clone(), rows[:: self._stride(part)].to(torch.float32, copy=True)
@@ -237,18 +221,15 @@ class DeferredTier:
         part.result = memory, result
         return result
 
-    def log(self, sent: Iterable[SentPart], step: int, hyper: Hyper, control: StepControl | None) -> None:
+    def log(self, sent: Sequence[SentPart], step: int, hyper: Hyper, control: StepControl | None) -> None:
         """Make entries of the log of a step's gradient.
 
         Args:
             sent: of each part in turn; may still be on its way.
-            step: number of the step.
-            hyper: the group's hyperparameters at that step.
-            control: factor and skip flag.
         """
         host = None if control is None else control.host
-        for part, one in zip(self.parts, sent, strict=True):
-            part.log.append(LogEntry(step, one.gradient, hyper, host))
+        for number, part in enumerate(self.parts):
+            part.log.append(LogEntry(step, sent[number].gradient, hyper, host))
 
     # --- saved and restored ----------------------------------------------------------------------------------------
 
@@ -267,9 +248,6 @@ class DeferredTier:
 
         Args:
             rows: [deferred, rows] in host memory, in slot order.
-            step: number of the step.
-            hyper: the group's hyperparameters at that step.
-            control: factor and skip flag, on the host.
         """
         for part in self.parts:
             saved = rows[part.slots.start : part.slots.stop].reshape(-1)
@@ -284,10 +262,8 @@ class DeferredTier:
         """A part's window that the host has applied and that is not visible yet.
 
         Args:
-            number: of the bucket, counted in this weight.
             slots: those that the window updated, [n] int64 where they are not all of the part's.
             decay: what its updates multiplied a weight with.
-            steps: whose gradients it has applied.
         """
         part = self.parts[number]
         if isinstance(slots, range):
@@ -310,7 +286,6 @@ class DeferredTier:
         Args:
             window: whose job is done, whose result is on no way, and not visible yet; receives its new result.
             before: the weights as they were, [rows, columns].
-            matrix: the weights as they are.
         """
         part, slots = window.part, window.slots
         old, new = (self.on_host(one, part.columns) for one in (before, matrix))
@@ -327,10 +302,6 @@ class DeferredTier:
     def on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Columns of a matrix in host memory; waits for them.
 
-        Args:
-            matrix: [rows, columns] on the device.
-            columns: [n] int64 on the device.
-
         Returns:
             [n, rows].
         """
@@ -345,10 +316,6 @@ class DeferredTier:
 
     def preview(self, part: Part, closing: Hyper) -> torch.Tensor:
         """What the weights would be if the window closed now; changes nothing, and all host work is done.
-
-        Args:
-            part: one of the tier's.
-            closing: hyperparameters of the newest step.
 
         Returns:
             [slots, rows] in the model's dtype, in host memory.
@@ -380,8 +347,6 @@ class DeferredTier:
         """Take a part's logged window for the bucket's job, and begin an empty log; None: there is nothing to apply.
 
         Args:
-            part: one of the tier's.
-            closing: hyperparameters of the closing step.
             move: columns that change tier at this close; their slots are passed over.
             start: where in the bucket's results there is room, in elements.
         """
@@ -433,7 +398,6 @@ class DeferredTier:
         """Take over the state of the columns that join the tier; after `submit_leave`, whose slots they get.
 
         Args:
-            move: the columns that change tier.
             packed: [n, packed_columns] int32 on the device.
         """
         arriving, transfer = self._runtime.fetch(packed, self._runtime.memory.transient(packed.shape, packed.dtype))
@@ -478,13 +442,7 @@ class DeferredTier:
 
 
 def plan_entry(runtime: Runtime, part: Part, nbytes: int) -> None:
-    """Plan room in the log for gradients of another dtype than the weights.
-
-    Args:
-        runtime: whose log it is.
-        part: whose gradients they are.
-        nbytes: of one step's.
-    """
+    """Plan room in the log for gradients of another dtype than the weights."""
     if nbytes > part.entry_bytes:
         runtime.buckets.plan(part.bucket, padded(nbytes) - padded(part.entry_bytes))
         part.entry_bytes = nbytes

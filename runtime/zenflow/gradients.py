@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zenflow.control import StepControl, scaled_control
 from zenflow.errors import UnsupportedError
+from zenflow.groups import Group, Groups
 from zenflow.host.tasks import Control
 from zenflow.kernels.base import DevicePart, DeviceUpdates, DeviceWeight, column_norms, whole_norms
 from zenflow.layout import DTYPE_NAMES, can_be_trained
@@ -19,7 +21,7 @@ from zenflow.runtime import Runtime
 from zenflow.staging import ColumnStager, Dispatcher, Staged
 from zenflow.standin import GradientPlaceholder
 from zenflow.streaming import Streamer
-from zenflow.weight import WeightState, start, wrote
+from zenflow.weight import WeightState, start
 
 
 class Gradient:
@@ -29,11 +31,6 @@ class Gradient:
 
     def __init__(self, runtime: Runtime, weight: WeightState, staged: Staged | None) -> None:
         """Take it from `.grad`; changes nothing.
-
-        Args:
-            runtime: shared by all weights.
-            weight: whose it is.
-            staged: what left during backward; None: `.grad` holds all of it.
 
         Raises:
             UnsupportedError: it is sparse, or its parameter was frozen as what cannot be trained.
@@ -54,16 +51,6 @@ class Gradient:
     def leave(self, staged: Staged) -> None:
         """It has left."""
         self._staged, self._whole = staged, None
-
-    def log(self, step: int, hyper: Hyper) -> None:
-        """Log the deferred columns of a gradient that has left.
-
-        Args:
-            step: number of the step.
-            hyper: the group's hyperparameters at that step.
-        """
-        if self._staged is not None and self.weight.deferred is not None:
-            self.weight.deferred.log(self._staged.sent, step, hyper, self.control)
 
     @property
     def factor(self) -> torch.Tensor | None:
@@ -89,13 +76,6 @@ class Gradient:
             self._energies = self._runtime.kernels.energies(self.matrix())
             self._runtime.device.charge(self.whole().nbytes)
         return self._energies
-
-    def energies_within(self) -> tuple[torch.Tensor, range]:
-        """Its energies as a part of a tensor, with those of others perhaps."""
-        if self._staged is not None and self._energies is None:
-            return self._staged.record.energies_within()
-        energies = self.energies()
-        return energies, range(len(energies))
 
     def take_whole(self, energies: torch.Tensor) -> None:
         """Go on with the energies of whole columns, of which this rank holds some rows.
@@ -188,7 +168,12 @@ def joined_energies(gradients: Sequence[Gradient]) -> torch.Tensor:
     """
     parts: list[tuple[torch.Tensor, range]] = []
     for gradient in gradients:
-        energies, columns = gradient.energies_within()
+        staged = gradient._staged
+        if staged is not None and gradient._energies is None:
+            energies, columns = staged.record.energies_within()
+        else:
+            energies = gradient.energies()
+            columns = range(len(energies))
         if parts and parts[-1][0] is energies and parts[-1][1].stop == columns.start:  # of one group
             parts[-1] = energies, range(parts[-1][1].start, columns.stop)
         else:
@@ -196,15 +181,21 @@ def joined_energies(gradients: Sequence[Gradient]) -> torch.Tensor:
     return torch.cat([energies[columns.start : columns.stop] for energies, columns in parts])
 
 
-def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepControl | None) -> None:
-    """Give each gradient its control, and send those to the host that it will ask for.
+def unscales(gradients: Sequence[Gradient]) -> bool:
+    """Whether GradScaler has unscaled any after it left."""
+    return bool([1 for one in gradients if one._staged is not None and one._staged.record.unscale is not None])
 
-    Args:
-        runtime: whose link is used.
-        live: of one step.
-        control: the step's.
-    """
-    if control is None and all(gradient.factor is None for gradient in live):
+
+def log(gradients: Sequence[Gradient], step: int, hypers: Sequence[Hyper]) -> None:
+    """Log the deferred columns of gradients that have left."""
+    for one in gradients:
+        if one._staged is not None and (deferred := one.weight.deferred) is not None:
+            deferred.log(one._staged.sent, step, hypers[one.weight.group], one.control)
+
+
+def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepControl | None) -> None:
+    """Give each gradient its control, and send those to the host that it will ask for."""
+    if control is None and not [1 for one in live if one._staged is not None and one._staged.record.factor is not None]:
         return
     shared: dict[int, StepControl | None] = {}
     for gradient in live:
@@ -220,71 +211,92 @@ def set_controls(runtime: Runtime, live: Sequence[Gradient], control: StepContro
         runtime.traffic.index_bytes += values.nbytes
 
 
-class OnDevice:
-    """Updates the state on the device; keeps its tables while the same weights come together.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """Some gradients that come together, and what updates the state of their weights on the device."""
 
-    Args:
-        runtime: whose kernels do it.
-    """
+    origins: list[Group | list[DevicePart]]
+    """Of each gradient, where it was packed or the parts that take it whole; while these stay, all else does."""
+    whole: list[tuple[int, int]]
+    """Which gradients have not been packed: among the weights that are updated, and among all."""
+    updates: DeviceUpdates | None
+    """None: no weight has state on the device."""
+    parameters: Sequence[torch.Tensor | None]
+    """Of each weight that is updated; None where its state is the weight."""
+    written: Sequence[torch.Tensor]
+    nbytes: int
+    """Memory traffic of an update."""
+
+
+class OnDevice:
+    """Updates the state on the device; keeps its tables while the same weights come together."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._known: dict[tuple[int, ...], tuple[list[DevicePart], DeviceUpdates, int]] = {}
+        self._known: dict[tuple[int, ...], _Known] = {}
 
     def update(self, live: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
         """Update the resident and the selected columns of all weights, and write their weights.
 
         Args:
             live: of one step, all that leave have left.
-            hypers: of each parameter group.
         """
         together: dict[int, list[Gradient]] = {}
         for gradient in live:
             if len(gradient.weight.neighbours) > 1:  # views of one memory may overlap, and then the order counts
                 self._run([gradient], hypers)
-            elif gradient.device_parts:
+            else:
                 together.setdefault(id(gradient.control), []).append(gradient)
         for alike in together.values():
             self._run(alike, hypers)
         if self._runtime.ledger is not None:
             for gradient in live:
                 gradient.account()
-        wrote([gradient.weight for gradient in live if gradient.weight.split.on_device])
 
     def _run(self, gradients: Sequence[Gradient], hypers: Sequence[Hyper]) -> None:
-        parts = [part for gradient in gradients for part in gradient.device_parts]
-        key = tuple([id(gradient.weight) for gradient in gradients])
+        key = tuple([id(one.weight) for one in gradients])
+        origins = [one.weight.split.flat_parts if one._staged is None else one._staged.group for one in gradients]
         known = self._known.get(key)
-        if known is None or known[0] != parts:
+        if known is None or known.origins != origins:
             if known is None and len(self._known) >= _MOST_TABLES:
                 self._known.clear()
-            known = self._known[key] = self._make(gradients, parts)
-        _, updates, nbytes = known
+            known = self._known[key] = self._make(gradients, origins)
+        if known.updates is None:
+            return
+        whole: list[torch.Tensor | None] = [None] * len(known.parameters)
+        for place, number in known.whole:
+            whole[place] = gradients[number].whole()
         control = gradients[0].control
-        updates.run(
-            [None if one.weight.split.is_own_master else one.weight.parameter for one in gradients],
-            [None if one.left else one.whole() for one in gradients],
+        known.updates.run(
+            known.parameters,
+            whole,
             hypers,
             factor=None if control is None else control.factor,
             skip=None if control is None else control.skip,
         )
-        self._runtime.device.charge(nbytes)
+        torch.autograd.graph.increment_version(known.written)
+        self._runtime.device.charge(known.nbytes)
 
-    def _make(
-        self, gradients: Sequence[Gradient], parts: list[DevicePart]
-    ) -> tuple[list[DevicePart], DeviceUpdates, int]:
+    def _make(self, gradients: Sequence[Gradient], origins: list[Group | list[DevicePart]]) -> _Known:
         runtime, weights, nbytes = self._runtime, [], 0
-        for one in gradients:
+        updated = [number for number, one in enumerate(gradients) if one.device_parts]
+        for number in updated:
+            one = gradients[number]
             plan, parameter = one.weight.plan, one.weight.parameter
             group, dtype = one.weight.group, parameter.dtype
             weights.append(DeviceWeight(one.device_parts, group, dtype, plan.columns, plan.view, plan.transposed))
             elements = sum(part.state.master.numel() for part in one.device_parts)
             nbytes += elements * (8 * (1 + runtime.rule.moments) + 2 * parameter.element_size())
-        return parts, runtime.kernels.device_updates(runtime.rule, weights, runtime.device.send), nbytes
+        updates = runtime.kernels.device_updates(runtime.rule, weights, runtime.device.send)
+        states = [gradients[number].weight for number in updated]
+        written = [weight.parameter for weight in states]
+        parameters = [None if weight.split.is_own_master else weight.parameter for weight in states]
+        whole = [(place, number) for place, number in enumerate(updated) if not gradients[number].left]
+        return _Known(origins, whole, updates, parameters, written, nbytes)
 
 
 _MOST_TABLES = 16
-_Groups = Sequence[Mapping[str, Any]]
+_ParamGroups = Sequence[Mapping[str, Any]]
 
 
 class Gradients:
@@ -293,24 +305,24 @@ class Gradients:
     def __init__(
         self,
         runtime: Runtime,
+        groups: Groups,
         *,
         stream: bool,
         least_firings: int,
-        begin: Callable[[_Groups], Sequence[WeightState]] | None,
+        begin: Callable[[_ParamGroups], Sequence[WeightState]] | None,
     ) -> None:
         """Begin without weights.
 
         Args:
-            runtime: shared by all weights.
             stream: send gradients away during backward.
             least_firings: backward passes before a step.
             begin: a method that splits the parameters at their first gradient; returns weights that may leave at once.
         """
         self._runtime = runtime
         self._begin = None if begin is None else weakref.WeakMethod(begin)
-        self._groups: _Groups = ()
+        self._groups: _ParamGroups = ()
         self._stream = stream
-        self._dispatcher = Dispatcher(runtime)
+        self._dispatcher = Dispatcher(runtime, groups)
         self._most_bytes = 0  # that were sent in one step
         self.streamed = False
         """Whether any gradient of the last step left during backward, the last weight's first."""
@@ -328,15 +340,10 @@ class Gradients:
             self._runtime.log.fill()
             for weight in starting:
                 weight.watch()
-        return self._dispatcher([(stager.weight, gradient) for stager, gradient in gradients])
+        return self._dispatcher.together([(stager.weight, gradient) for stager, gradient in gradients])
 
-    def watch(self, groups: _Groups, weights: Iterable[WeightState]) -> None:
-        """Count how often backward gives each parameter a gradient, from now on.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            weights: those that have started already.
-        """
+    def watch(self, groups: _ParamGroups, weights: Iterable[WeightState]) -> None:
+        """Count how often backward gives each parameter a gradient, from now on."""
         self._groups = groups
         if self._stream:
             self._streamer.watch(parameter for group in groups for parameter in group["params"])
@@ -351,11 +358,7 @@ class Gradients:
         self._streamer.expect(weight.parameter, firings)
 
     def stream(self, weights: Iterable[WeightState]) -> None:
-        """Send the gradients of weights that have started away, from the next ones on; the log has room from now on.
-
-        Raises:
-            MemoryError: the host has less memory.
-        """
+        """Send the gradients of weights that have started away, from the next ones on; the log has room from now on."""
         weights = list(weights)
         if not weights:
             return
@@ -379,23 +382,20 @@ class Gradients:
         staged = self._streamer.staged()
         found = []
         for weight in weights:
-            one, parameter = staged.get(id(weight.parameter)), weight.parameter
-            if one is None and parameter.grad is None:
-                continue
-            if one is None and isinstance(parameter.grad, GradientPlaceholder) and parameter.grad.record.zeroed:
-                parameter.grad = torch.zeros_like(parameter, requires_grad=False)  # another optimizer's
+            parameter = weight.parameter
+            one = staged.get(id(parameter))
+            if one is None:
+                if (gradient := parameter.grad) is None:
+                    continue
+                if isinstance(gradient, GradientPlaceholder) and gradient.record.zeroed:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)  # another optimizer's
             found.append(Gradient(self._runtime, weight, one))
-        self.streamed = any(one.left for one in found)
+        self.streamed = bool(staged)
         return found
 
     def dispatch(self, live: Iterable[Gradient]) -> None:
-        """Pack what has not left during backward, and send what has a place on the host.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
-        """
-        whole = [one for one in live if one.leaves]
+        """Pack what has not left during backward, and send what has a place on the host."""
+        whole = [one for one in live if one._staged is None and one.leaves]
         for one, staged in zip(whole, self._dispatcher([(one.weight, one.whole()) for one in whole]), strict=True):
             one.leave(staged)
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -62,12 +63,13 @@ class Group:
     """The tables and the kept columns of some weights; made anew where a column changes tier.
 
     Args:
-        runtime: shared by all weights.
         weights: alike in layout, all in one bucket, or a single one, or without a host tier.
-        dtype: of the gradients.
+        before: the tables of the same weights before columns changed tier.
     """
 
-    def __init__(self, runtime: Runtime, weights: Sequence[SplitWeight], dtype: torch.dtype) -> None:
+    def __init__(
+        self, runtime: Runtime, weights: Sequence[SplitWeight], dtype: torch.dtype, before: BucketTables | None = None
+    ) -> None:
         self._runtime = runtime
         parts, sent, kept = [], 0, 0
         self.buckets: dict[Bucket, tuple[int, list[tuple[Part, int]]]] = {}
@@ -81,8 +83,13 @@ class Group:
                 of_bucket.append((part, len(part.slots) * plan.rows))
                 sent += of_bucket[-1][1]
             kept += (plan.resident + plan.selected) * plan.rows
+        self.parts = [0 if weight.deferred is None else len(weight.deferred.parts) for weight in weights]
+        """Of each weight, how many of the buckets it has."""
+        self.nbytes = sum(plan.rows * plan.columns for plan in plans) * dtype.itemsize
+        """Of the gradients."""
         self.sent_elements = sent
-        self.tables = BucketTables(parts, dtype, runtime.device.send, transposed=plans[0].transposed)
+        transposed = plans[0].transposed
+        self.tables = BucketTables(parts, dtype, runtime.device.send, transposed=transposed, before=before)
         self._kept_elements = kept
         self.moves = moves_of(weights)
         """Of the columns, before it was made."""
@@ -130,11 +137,7 @@ class Group:
 
 
 class Groups:
-    """Keeps groups until other weights come together, or a column changes tier.
-
-    Args:
-        runtime: shared by all weights.
-    """
+    """Keeps groups until other weights come together, or a column changes tier."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -151,7 +154,8 @@ class Groups:
         if group is None or group.moves != moves_of(weights):
             if len(self._known) > _MOST:
                 self.forget()
-            group = self._known[key] = Group(self._runtime, list(weights), dtype)
+            group = Group(self._runtime, list(weights), dtype, None if group is None else group.tables)
+            self._known[key] = group
         return group
 
 
@@ -169,9 +173,9 @@ def moves_of(weights: Sequence[SplitWeight]) -> list[int]:
 
 
 def _places(plan: WeightPlan, tier: DeferredTier | None, selected: torch.Tensor) -> torch.Tensor:
-    places = torch.empty(plan.columns, dtype=torch.int32, device="cpu")
-    places[: plan.resident] = -1 - torch.arange(plan.resident, dtype=torch.int32, device="cpu")
-    places[selected] = -1 - plan.resident - torch.arange(plan.selected, dtype=torch.int32, device="cpu")
+    places = np.empty(plan.columns, np.int32)
+    places[: plan.resident] = np.arange(-1, -1 - plan.resident, -1)
+    places[selected.numpy()] = np.arange(-1 - plan.resident, -1 - plan.resident - plan.selected, -1)
     if tier is not None:
-        places[tier.slot_columns] = torch.arange(plan.deferred, dtype=torch.int32, device="cpu")
-    return places
+        places[tier.slot_columns.numpy()] = np.arange(plan.deferred)
+    return torch.from_numpy(places)

@@ -12,7 +12,7 @@ import torch
 from zenflow.config import AUTO_UPDATE_INTERVAL, ZenFlowConfig
 from zenflow.control import StepControl
 from zenflow.device import Transfer
-from zenflow.gradients import Gradient, joined_energies
+from zenflow.gradients import Gradient, joined_energies, unscales
 from zenflow.history import History
 from zenflow.kernels.base import finite_or_zero, sums
 from zenflow.layout import WeightPlan
@@ -29,7 +29,7 @@ class Selecting:
     weights: list[WeightState]
     """Those that select."""
     energies: torch.Tensor | None
-    """[weights, 2] fp32: energy of the selected and of all offloaded columns of each; None where none selects."""
+    """[weights, 2] fp32: energy of the selected and of all offloaded columns of each; None: nobody asked for it."""
     started: list[WeightState]
     """Those whose first gradient this was."""
 
@@ -50,6 +50,8 @@ class ScoreLayout:
         self.starts = list(itertools.accumulate(self.sizes[:-1], initial=0))
         for weight, part in zip(weights, self.newest.split(self.sizes), strict=True):
             weight.share_importance(part)
+        self.all_select = all(plan.selects and not plan.resident for plan in self._plans)
+        """Whether all weights select, and none has resident columns."""
         self._indices: list[torch.Tensor] = []
         self._index = self.newest
         self._lengths = torch.tensor(
@@ -61,21 +63,24 @@ class ScoreLayout:
         """Whether it is that of these weights, as they are split now."""
         return weights == self.weights and [weight.plan for weight in weights] == self._plans
 
-    def energies(self, scores: torch.Tensor) -> torch.Tensor:
-        """[weights, 2] fp32: the sums of scores over the selected and over all offloaded columns.
-
-        Args:
-            scores: [columns of all] fp32.
-        """
+    def _of_selected(self, scores: torch.Tensor) -> torch.Tensor:
         indices = [weight.split.selected_index for weight in self.weights]
         if len(indices) != len(self._indices) or not all(map(operator.is_, indices, self._indices)):
             self._indices, self._index = indices, torch.cat(torch._foreach_add(indices, self.starts))
-        selected = scores.index_select(0, self._index)
+        return scores.index_select(0, self._index)
+
+    def total(self, scores: torch.Tensor) -> torch.Tensor:
+        """[2] fp32: `energies` of all weights together, which have no resident columns and all select."""
+        return torch.stack([self._of_selected(scores).sum(), scores.sum()])
+
+    def energies(self, scores: torch.Tensor) -> torch.Tensor:
+        """[weights, 2] fp32: the sums of scores over the selected and over all offloaded columns."""
+        selected = self._of_selected(scores)
         if scores.device.type == "cpu":  # one operation in place of two a weight
             of_selected = torch.segment_reduce(selected, "sum", lengths=self._selected)
             of_offloaded = torch.segment_reduce(scores, "sum", lengths=self._lengths)[1::2]
             return torch.stack([of_selected, of_offloaded], dim=1)
-        parts = zip(selected.split([*map(len, indices)]), scores.split(self.sizes), self.weights, strict=True)
+        parts = zip(selected.split([*map(len, self._indices)]), scores.split(self.sizes), self.weights, strict=True)
         return sums([part for mine, of, weight in parts for part in (mine, of[weight.plan.resident :])]).view(-1, 2)
 
 
@@ -116,17 +121,15 @@ def select(
     *,
     everyone: bool,
     splits: bool,
+    apart: bool,
 ) -> Selecting:
     """Measure importance, start parameters at their first gradient, and propose selections where one is due.
 
     Args:
-        runtime: shared by all weights.
         history: receives the waits and the energies.
-        importance: remembers it.
-        live: the step's gradients.
-        control: the step's.
         everyone: whether all select, not only those that no gradient has chosen columns of.
         splits: whether all columns will be split anew after this step.
+        apart: whether the energies of each weight are asked for.
     """
     importance.settle()
     skip = None if control is None else control.skip
@@ -143,10 +146,12 @@ def select(
     selecting = [place for place, one in enumerate(measured) if one.weight.plan.selects]
     if scores is None or not selecting:
         return Selecting([], None, starting)
-    energies = _unscaled(measured, scores.layout.energies(scores.all))
-    if len(selecting) < len(measured):
-        energies = torch.stack([energies[place] for place in selecting])
-    history.open.energy = runtime.fetch(energies.sum(dim=0))
+    energies = None
+    if apart or not scores.layout.all_select or unscales(measured):
+        energies = _unscaled(measured, scores.layout.energies(scores.all))
+        if len(selecting) < len(measured):
+            energies = torch.stack([energies[place] for place in selecting])
+    history.open.energy = runtime.fetch(scores.layout.total(scores.all) if energies is None else energies.sum(dim=0))
     runtime.traffic.index_bytes += history.open.energy[0].nbytes
     return Selecting([measured[place].weight for place in selecting], energies, starting)
 
@@ -155,13 +160,7 @@ class _Scores:
     """Importance of the columns of many gradients, in one tensor: what is done to all of them is one launch."""
 
     def __init__(self, importance: Importance, gradients: Sequence[Gradient], skip: torch.Tensor | None) -> None:
-        """Measure it, and let each weight remember its own.
-
-        Args:
-            importance: remembers it.
-            gradients: at least one.
-            skip: 0-dim bool; where true the step does not count.
-        """
+        """Measure it, and let each weight remember its own."""
         self.all = finite_or_zero(joined_energies(gradients))
         """[columns of all gradients] fp32."""
         self.layout = importance.layout([gradient.weight for gradient in gradients])
@@ -199,7 +198,7 @@ def _propose(
 
 def _unscaled(gradients: Sequence[Gradient], energies: torch.Tensor) -> torch.Tensor:
     """Energies of gradients before they were scaled; [gradients, 2]."""
-    if any(gradient.unscale is not None for gradient in gradients):
+    if unscales(gradients):
         one = torch.ones((), dtype=torch.float32, device=energies.device)
         unscale = torch.stack([one if gradient.unscale is None else gradient.unscale for gradient in gradients])
         energies = energies * unscale.square().unsqueeze(1)
@@ -234,14 +233,7 @@ class AutoInterval:
         grad_scale: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
-        """Take in a step.
-
-        Args:
-            weights: those that select.
-            both: [weights, 2] fp32: energy of the selected and of all offloaded columns; None: there are no weights.
-            grad_scale: what the loss was multiplied with.
-            skip: 0-dim bool; where true the step does not count.
-        """
+        """Take in a step; `both` is [weights, 2] fp32: energy of the selected and of all offloaded columns of each."""
         if both is None:
             return
         device = self._runtime.device.torch_device
@@ -274,12 +266,7 @@ class AutoInterval:
         self._runtime.traffic.index_bytes += votes.nbytes
 
     def closes(self, config: ZenFlowConfig, window_steps: int) -> bool:
-        """Whether a step closes the window, judged by the steps before it.
-
-        Args:
-            config: the knobs in force.
-            window_steps: steps in the window, this one included.
-        """
+        """Whether a step closes the window, judged by the steps before it."""
         if config.update_interval != "auto":
             return False
         counted, agree = 0.0, 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from zenflow.runtime import Runtime
 from zenflow.sharded import model_parameter, require_whole
 from zenflow.weight import WeightState
 from zenflow.windows import Windows
+from zenflow.writes import Unwritten, WriteWatch
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -43,6 +44,9 @@ class ModelState:
         self.windows = Windows(runtime, self.weights)
         self._runtime = runtime
         self._module = module
+        self._watched: dict[WeightState, WriteWatch] = {}  # that are looked at together
+        self._unwritten = Unwritten([])
+        self._others: list[WeightState] = []
 
     @property
     def has_pending(self) -> bool:
@@ -109,7 +113,7 @@ class ModelState:
         for weight in self._differing(split):
             weight.choose(plans[id(weight.parameter)])
         self._runtime.buckets.begin()
-        self.windows.forget_groups()
+        self.windows.groups.forget()
         for weight in self.weights:
             weight.repartition(plans[id(weight.parameter)])
         self._runtime.buckets.allocate()
@@ -117,8 +121,19 @@ class ModelState:
 
     def watch(self) -> None:
         """Notice from now on what others write to the weights."""
-        for weight in self.weights:
-            weight.watch()
+        looked_at = self._to_look_at(self.windows.moved)
+        found = {weight: shared for weight in looked_at if (shared := weight.watch()) is not None}
+        self.windows.moved.clear()
+        if looked_at is self.weights:
+            self._watched = {}
+        if looked_at is self.weights or not found.keys() <= self._watched.keys():
+            self._watched |= found
+            self._unwritten = Unwritten([*self._watched.values()])
+            self._others = [weight for weight in self.weights if weight not in self._watched]
+
+    def _to_look_at(self, besides: Iterable[WeightState] = ()) -> Iterable[WeightState]:
+        """All weights, if one was written to that is looked at with others; else those that are not, and some more."""
+        return dict.fromkeys([*self._others, *besides]) if self._unwritten.holds() else self.weights
 
     def take_outside_writes(self, *, restored: bool = True) -> None:
         """Follow what others wrote to the weights since `watch`, and notice nothing more.
@@ -127,7 +142,7 @@ class ModelState:
         parameter has another form than when its training began, HostEngineError if host work failed.
         """
         # All ends first: weights that share memory are noticed together.
-        for weight, write in [(weight, weight.end_watch()) for weight in self.weights]:
+        for weight, write in [(weight, weight.end_watch()) for weight in self._to_look_at()]:
             if weight.restored:
                 if restored:
                     self.windows.take_restored(weight)
@@ -161,7 +176,8 @@ class ModelState:
                     self._runtime.rule.initial(groups[group]),
                 )
             )
-        self.weights[:] = ordered
+        self.weights[:] = self._others = ordered
+        self._watched, self._unwritten = {}, Unwritten([])
         by_memory: dict[int, list[WeightState]] = {}
         for weight in ordered:
             weight.neighbours = by_memory.setdefault(_memory(weight.parameter), [])

@@ -81,7 +81,6 @@ class SplitState:
         parameter: whose state it is.
         name: the parameter's.
         plan: the split.
-        runtime: shared by all weights.
         initial: what each moment starts with.
         flat: keep the state of a wholly resident parameter as one row with one count.
         selected: [plan.selected] int64 on the CPU, the selected columns.

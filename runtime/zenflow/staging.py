@@ -42,15 +42,11 @@ class Staged:
 
 
 class Dispatcher:
-    """Sends gradients off the device, those of a bucket by one launch and one copy.
+    """Sends gradients off the device, those of a bucket by one launch and one copy."""
 
-    Args:
-        runtime: shared by all weights.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, groups: Groups) -> None:
         self._runtime = runtime
-        self.groups = Groups(runtime)
+        self.groups = groups
         self.sent_bytes = 0
         """Since a step set it to 0."""
 
@@ -59,13 +55,6 @@ class Dispatcher:
 
         Args:
             gradients: each weight's at most once, dense and in the parameter's shape.
-
-        Returns:
-            Of each in turn what became of it.
-
-        Raises:
-            MemoryError: the host has less memory.
-            HostEngineError: the host engine has failed.
         """
         together: dict[tuple[Bucket | None, torch.dtype, bool], list[int]] = {}
         for number, (weight, gradient) in enumerate(gradients):
@@ -74,19 +63,23 @@ class Dispatcher:
         found: dict[int, Staged] = {}
         try:
             for numbers in together.values():
-                found.update(zip(numbers, self._together([gradients[number] for number in numbers]), strict=True))
+                found.update(zip(numbers, self.together([gradients[number] for number in numbers]), strict=True))
         except BaseException:
             for staged in found.values():
                 void(self._runtime, staged.sent)
             raise
         return [found[number] for number in range(len(gradients))]
 
-    def _together(self, gradients: Sequence[tuple[SplitWeight, torch.Tensor]]) -> list[Staged]:
+    def together(self, gradients: Sequence[tuple[SplitWeight, torch.Tensor]]) -> list[Staged]:
+        """Send gradients of one dtype, of weights that are alike in layout and have their first columns in one bucket.
+
+        Raises MemoryError if the host has less memory, HostEngineError if its engine has failed.
+        """
         runtime, device = self._runtime, self._runtime.device
         group = self.groups.of([weight for weight, _ in gradients], gradients[0][1].dtype)
         whole = [gradient.contiguous() for _, gradient in gradients]
         energies = torch.empty(group.columns[-1].stop, dtype=torch.float32, device=device.torch_device)
-        device.charge(sum(gradient.nbytes for gradient in whole) + 2 * group.kept.nbytes)
+        device.charge(group.nbytes + 2 * group.kept.nbytes)
 
         def pack(sent: torch.Tensor) -> None:
             runtime.kernels.pack_bucket(group.tables, whole, sent, group.kept, energies)
@@ -102,15 +95,15 @@ class Dispatcher:
         except BaseException:
             void(runtime, sent)
             raise
-        rest = iter(sent)
-        found = []
-        for number, (weight, gradient) in enumerate(gradients):
-            record = GradientRecord(weight.name, energies, group.columns[number])
-            own = [next(rest) for _ in _parts(weight)]
-            staged = Staged(record, group, number, group.resident[number], group.selected[number], own)
+        first, found = 0, []
+        of_weights = zip(gradients, group.columns, group.resident, group.selected, group.parts, strict=True)
+        for number, ((weight, gradient), columns, resident, selected, count) in enumerate(of_weights):
+            record = GradientRecord(weight.name, energies, columns)
+            staged = Staged(record, group, number, resident, selected, sent[first : first + count])
             if runtime.ledger is not None:
                 staged.mass = mass(gradient)
             found.append(staged)
+            first += count
         return found
 
     def _send(
@@ -123,16 +116,14 @@ class Dispatcher:
         """Send a bucket's columns.
 
         Args:
-            bucket: whose columns they are.
-            parts: of it, with their elements.
-            dtype: of the gradients.
             packed: all of them on the device, flat, with others behind them perhaps; or what packs them.
         """
         runtime, device = self._runtime, self._runtime.device
         numel = sum(elements for _, elements in parts)
         nbytes = numel * dtype.itemsize
-        for part, elements in parts:
-            plan_entry(runtime, part, elements * dtype.itemsize)
+        if dtype != bucket.kind[1]:
+            for part, elements in parts:
+                plan_entry(runtime, part, elements * dtype.itemsize)
         device.charge_thread(buckets=1)
         runtime.room.make(nbytes)
         device.charge(2 * nbytes)
@@ -157,10 +148,6 @@ class Dispatcher:
         ]
 
 
-def _parts(weight: SplitWeight) -> list[Part]:
-    return [] if weight.deferred is None else weight.deferred.parts
-
-
 def void(runtime: Runtime, sent: Sequence[SentPart]) -> None:
     """Forget gradients that no step will take.
 
@@ -180,12 +167,7 @@ def void(runtime: Runtime, sent: Sequence[SentPart]) -> None:
 
 
 class ColumnStager(Generic[_Weight]):
-    """What can be done with one weight's gradient that has left, or is to leave, during backward.
-
-    Args:
-        runtime: shared by all weights.
-        weight: whose gradient it is.
-    """
+    """What can be done with one weight's gradient that has left, or is to leave, during backward."""
 
     def __init__(self, runtime: Runtime, weight: _Weight) -> None:
         self._runtime = runtime
@@ -198,11 +180,7 @@ class ColumnStager(Generic[_Weight]):
         return (plan.first_bucket, self.weight.parameter.dtype, plan.transposed) if plan.deferred else None
 
     def void(self, staged: Staged) -> None:
-        """Forget a gradient that no step will take.
-
-        Args:
-            staged: of this weight.
-        """
+        """Forget a gradient that no step will take."""
         staged.record.give_up()
         void(self._runtime, staged.sent)
         staged.sent = []

@@ -23,6 +23,10 @@ from zenflow.kernels.base import column_norms
 _aten = torch.ops.aten
 
 
+def _nothing() -> None:
+    return None
+
+
 class GradientRecord:
     """What is known of one gradient: its columns' energies, and what it was multiplied with since backward.
 
@@ -58,9 +62,9 @@ class GradientRecord:
         self.unscale: torch.Tensor | None = None
         """0-dim fp32: the part of `factor` that is GradScaler's."""
         self.zeroed = False  # whether `zero_()` was called since
-        self.bring_back: Callable[[], torch.Tensor | None] = lambda: None
+        self.bring_back: Callable[[], torch.Tensor | None] = _nothing
         """Puts the gradient into `.grad` again and returns it; None where that is no longer possible."""
-        self.together: Callable[[], Sequence[GradientRecord]] = lambda: ()
+        self.together: Callable[[], Sequence[GradientRecord]] = tuple
         """The gradients that have left with it, whose norms are calculated when one of them is asked for."""
         self.whole: torch.Tensor | None = None
         """The gradient itself, once it was brought back: whoever still has a stand-in uses it, now in `.grad`."""
@@ -104,12 +108,16 @@ class GradientRecord:
 
         Raises UnsupportedError if a step has taken it, or another tensor has its place in `.grad`.
         """
+        if (whole := self.unless_taken()) is None:
+            self.require_current()
+            raise taken(self.name)
+        return whole
+
+    def unless_taken(self) -> torch.Tensor | None:
+        """The gradient itself, brought back if it was not; None where a step has taken it."""
         if self.whole is None:
             self.require_current()
             self.whole = self.bring_back()
-        if self.whole is None:
-            self.require_current()
-            raise taken(self.name)
         return self.whole
 
     def added_to(self) -> torch.Tensor | None:
@@ -154,15 +162,16 @@ class GradientPlaceholder(torch.Tensor):
     record: GradientRecord
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __new__(cls, like: torch.Tensor, record: GradientRecord) -> GradientPlaceholder:
+    def __new__(cls, like: torch.Tensor, record: GradientRecord, device: Any = None) -> GradientPlaceholder:
         """Stand in for the gradient of a parameter; `like` is that, or another stand-in for its gradient."""
+        where = device or like.device
         made: GradientPlaceholder = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=where, requires_grad=False
         )
         made.record = record
         return made
 
-    def __init__(self, like: torch.Tensor, record: GradientRecord) -> None:
+    def __init__(self, like: torch.Tensor, record: GradientRecord, device: Any = None) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -176,6 +185,10 @@ class GradientPlaceholder(torch.Tensor):
             args, kwargs = tree_map_only(GradientPlaceholder, lambda one: one.record.needed(), (args, kwargs or {}))
             return func(*args, **kwargs)
         return made
+
+    def share_memory_(self) -> torch.Tensor:
+        whole = self.record.unless_taken()
+        return self if whole is None else whole.share_memory_()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.record.needed(), memo)
@@ -220,7 +233,6 @@ for _name in [
     "map_",
     "map2_",
     "numpy",
-    "share_memory_",
     "storage",
     "tolist",
     "_typed_storage",
@@ -296,6 +308,16 @@ def _add(func: Any, gradient: Any, other: Any, **scaled: Any) -> Any:
         return NotImplemented
     whole = gradient.record.added_to()
     return gradient if whole is None else func(whole, other, **scaled)
+
+
+def _convert(
+    _: object, gradient: GradientPlaceholder, *, dtype: Any = None, device: Any = None, **__: Any
+) -> GradientPlaceholder | Any:
+    """Of a gradient that was taken nothing is left to convert, as `module.double()` does with what lies in `.grad`."""
+    if gradient.record.unless_taken() is not None:
+        return NotImplemented
+    like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=dtype or gradient.dtype, device="meta")
+    return GradientPlaceholder(like, gradient.record, device or gradient.device)
 
 
 def _zero(_: object, gradient: GradientPlaceholder) -> GradientPlaceholder:
@@ -398,6 +420,7 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.add_: _add,
         _aten.linalg_vector_norm: _norm,
         _aten._foreach_norm: _foreach_norm,
+        _aten._to_copy: _convert,
         _aten.mul_: _scale,
         _aten.div_: _scale,
         _aten._foreach_mul_: _foreach_scale,

@@ -95,7 +95,6 @@ class ColumnState:
         """One update of all columns.
 
         Args:
-            rule: the update rule.
             gradient: [n, rows] fp32.
             hyper: hyperparameters of the step.
             decay: factor on the weights where it is not `hyper.decay`.

@@ -91,11 +91,11 @@ class Applied:
     element_steps: int = 0
     max_steps: int = 0
 
-    def add(self, elements: int, steps: int) -> None:
-        """Count `elements` gradient elements that were applied `steps` steps after they were produced."""
-        self.elements += elements
-        self.element_steps += elements * steps
-        self.max_steps = max(self.max_steps, steps)
+    def add(self, elements: int, steps: Sequence[int]) -> None:
+        """Count gradients of so many elements, each applied so many steps after it was produced."""
+        self.elements += elements * len(steps)
+        self.element_steps += elements * sum(steps)
+        self.max_steps = max([self.max_steps, *steps])
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from zenflow.sharded import Rows
 from zenflow.signals import HeldSignals
 from zenflow.staging import Staged
 from zenflow.standin import GradientPlaceholder, GradientRecord, taken
+from zenflow.writes import shares_memory
 
 
 class Source(Protocol):
@@ -35,7 +36,7 @@ class Source(Protocol):
 
 _Result = TypeVar("_Result")
 Dispatch = Callable[[Sequence[tuple[Any, torch.Tensor]]], Sequence[Staged]]
-"""Sends gradients away, each with its source."""
+"""Sends gradients away, each with its source; all of them have one bucket."""
 
 
 class _Group:
@@ -51,7 +52,7 @@ class _Group:
 
     def begin_step(self) -> None:
         self.ready.clear()
-        self.left = sum(watch.came for watch in self.watches)
+        self.left = sum([watch.came for watch in self.watches])
 
 
 class _Watch:
@@ -121,24 +122,12 @@ class _Watch:
         staged.record.whole = whole
         return whole
 
-    @property
-    def can_leave(self) -> bool:
-        """Whether what is in `.grad` can be sent away."""
-        gradient = self.parameter.grad
-        return (
-            gradient is not None
-            and gradient.layout == torch.strided
-            and not gradient.requires_grad
-            and gradient.dtype == self.parameter.dtype
-            and not isinstance(gradient, GradientPlaceholder)
-        )
-
     def take(self, staged: Staged) -> None:
         self.staged, record, parameter = staged, staged.record, self.parameter
         record.bring_back, record.together = self.bring_back, self.together
         if (
             self.standin is not None
-            and _references(self) <= _own_references()
+            and sys.getrefcount(self.standin) <= _own_references()
             and self.standin.dtype == parameter.dtype
         ):
             self.standin.record = record
@@ -147,16 +136,22 @@ class _Watch:
         parameter.grad = self.standin
 
 
-def _references(owner: Any) -> int:
-    return sys.getrefcount(owner.standin)
-
-
 @functools.cache
 def _own_references() -> int:
     """To a stand-in that its watch alone has; fewer than there can be where counts are not exact."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return -1
-    return _references(SimpleNamespace(standin=object()))
+    owner = SimpleNamespace(standin=object())
+    return sys.getrefcount(owner.standin)
+
+
+@functools.cache
+def _references_of_gradient() -> int:
+    """To a gradient that nobody holds but its parameter, as `Streamer.send` counts them."""
+    parameter = nn.Parameter(torch.empty(1, device="cpu"))
+    parameter.grad = torch.empty(1, device="cpu")
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
 
 
 def _weakly(method: Callable[[], _Result], gone: _Result) -> Callable[[], _Result]:
@@ -263,10 +258,24 @@ class Streamer:
         return ready
 
     def send(self, watches: Sequence[_Watch]) -> None:
-        leaving = [watch for watch in watches if watch.can_leave]
+        leaving, gradients, alone = [], [], _references_of_gradient()
+        for watch in watches:
+            gradient = watch.parameter.grad
+            if (
+                gradient is None
+                or gradient.layout != torch.strided
+                or gradient.requires_grad
+                or gradient.dtype != watch.parameter.dtype
+                or isinstance(gradient, GradientPlaceholder)
+            ):
+                continue
+            # What somebody else holds may be edited under that name. FSDP2's own always has other holders.
+            held = shares_memory(gradient) or sys.getrefcount(gradient) > alone
+            if not held or isinstance(watch.parameter, Rows):
+                leaving.append(watch)
+                gradients.append((watch.source, gradient))
         if leaving:
-            gradients = [(watch.source, watch.parameter.grad) for watch in leaving]
-            for watch, staged in zip(leaving, self._dispatch(gradients), strict=True):  # type: ignore[arg-type]
+            for watch, staged in zip(leaving, self._dispatch(gradients), strict=True):
                 watch.take(staged)
 
     def records(self) -> list[GradientRecord]:

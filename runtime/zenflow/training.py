@@ -16,7 +16,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
 from zenflow.device import Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
-from zenflow.gradients import Gradient, Gradients, OnDevice, norms, set_controls
+from zenflow.gradients import Gradient, Gradients, OnDevice, log, norms, set_controls
 from zenflow.history import History
 from zenflow.importance import AutoInterval, Importance, select
 from zenflow.knobs import KnobChange, prepare, reserve
@@ -46,10 +46,7 @@ class Training:
     """Owns everything that one optimizer's steps change, but for the parameter groups.
 
     Args:
-        rule: the update rule.
-        config: the resolved knobs.
         module: the model that owns the parameters, if it is known.
-        device: the accelerator.
         made_with: the knobs that the user asked for in the beginning; None: these.
         ranks: that train the same model; None where there is one.
         shards: the rows that this rank holds; None: whole parameters.
@@ -98,6 +95,7 @@ class Training:
         self._on_device = OnDevice(self.runtime)
         self.gradients = Gradients(
             self.runtime,
+            self.model.windows.groups,
             # Without shards backward gives each of several ranks its own gradients, which are to be averaged first.
             stream=config.stream and (ranks is None if shards is None else shards.can_stream),
             least_firings=config.gradient_accumulation_steps,
@@ -119,7 +117,6 @@ class Training:
         """Take one step with the gradients in `.grad`.
 
         Args:
-            groups: the optimizer's parameter groups.
             grad_scale: what the loss was multiplied with (GradScaler's protocol).
             found_inf: not 0 where GradScaler found a non-finite gradient.
 
@@ -273,11 +270,14 @@ class Training:
         plan = self.clock.advance(close=full or change is not None, at_once=splits)
         skip = None if control is None else control.skip
         everyone = selects(plan.step, self.config.select_interval)
-        selecting = select(self.runtime, self.history, self.importance, live, control, everyone=everyone, splits=splits)
+        apart = self.config.update_interval == "auto"
+        selecting = select(
+            self.runtime, self.history, self.importance, live, control, everyone=everyone, splits=splits, apart=apart
+        )
         self.gradients.stream(selecting.started)
         for weight in self.model.moving(groups, change.config) if change is not None and splits else ():
             weight.drop_proposal()  # they are selected for another split
-        if self.config.update_interval == "auto":
+        if apart:
             self.auto.add(selecting.weights, selecting.energies, grad_scale, skip)
         if self.runtime.ledger is not None:
             for gradient in live:
@@ -299,8 +299,7 @@ class Training:
         if self._last_d2h is not None and not self._last_d2h.done():
             with self.history.open.timed(self._device, "d2h"):
                 self._device.block_on(self._last_d2h)
-        for gradient in live:
-            gradient.log(plan.step, self.hypers[gradient.weight.group])
+        log(live, plan.step, self.hypers)
         self._last_d2h = self.runtime.last_d2h
         windows.apply(plan.step, self.history.open, everything=plan.closes)
         if plan.closes:
@@ -417,7 +416,6 @@ class Training:
 
         Args:
             knobs: fields of `ZenFlowConfig` by name.
-            groups: the optimizer's parameter groups.
 
         Returns:
             The number of the step after which they hold (before the first step: that with which they do).
@@ -558,7 +556,6 @@ class Training:
         """Split the parameters; at the first step, when it is known which of them are trained.
 
         Args:
-            groups: the optimizer's parameter groups.
             split: a saved one; None: by the knobs.
 
         Raises:

@@ -181,10 +181,15 @@ class WeightState:
 
     # --- weights written by others ---------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Notice from now on what others write, at the end of whatever we write ourselves."""
-        if self.started and not self.split.is_own_master and not self.restored:
-            self._writes.begin(keep=bool(self.in_flight))
+    def watch(self) -> WriteWatch | None:
+        """Notice from now on what others write, at the end of whatever we write ourselves.
+
+        Returns what notices it, if `Unwritten` can look at it.
+        """
+        if not self.started or self.split.is_own_master or self.restored:
+            return None
+        shared = self._writes.begin(keep=bool(self.in_flight))
+        return self._writes if shared and len(self.neighbours) == 1 else None
 
     def end_watch(self) -> OutsideWrite | None:
         """Notice nothing more, since we are about to write; what somebody else may have written since `watch`.
@@ -218,6 +223,10 @@ class WeightState:
             return self.deferred.differs(self.matrix()) is not False
         except RuntimeError:  # other strides, which the next step refuses
             return True
+
+    def keep_nothing(self) -> None:
+        """Do not keep what it holds any longer, which would be copied by an operation of torch that writes to it."""
+        self._writes.pause()
 
     def stop_watch(self) -> None:
         """Notice nothing more, whatever was written since."""

@@ -37,7 +37,9 @@ class Windows:
         """B: of the whole model."""
         self.in_flight: list[PendingUpdate] = []
         """Buckets whose windows are not visible yet."""
-        self._groups = Groups(runtime)
+        self.moved: set[WeightState] = set()
+        """Weights of which something has been in flight since this was emptied."""
+        self.groups = Groups(runtime)
         self._arrivals = H2DQueue(self.config.staging_bytes)
         self.waits: LateWeights | None = None
 
@@ -74,10 +76,6 @@ class Windows:
         """Close the window: hand it to the host, exchange columns between the tiers, wait where nothing overlaps.
 
         Args:
-            plan: the closing step.
-            hypers: of each parameter group, at the closing step.
-            moves: columns that change tier here.
-            record: receives the waits.
             streamed: whether the step's gradients left during backward, the last weight's first.
         """
         record.closed = True
@@ -184,10 +182,7 @@ class Windows:
         self.in_flight.append(flight)
         for weight, window in flight.parts():
             weight.in_flight.add(window.part.index)
-
-    def forget_groups(self) -> None:
-        """Every bucket may be another one from now on."""
-        self._groups.forget()
+        self.moved.update(flight.weights)
 
     def restore(self, weight: WeightState, saved: SavedUpdate) -> None:
         """Put a saved flight of a weight under way again."""
@@ -274,11 +269,7 @@ class Windows:
             weight.watch()
 
     def take_restored(self, weight: WeightState) -> None:
-        """Compare a weight with its restored state: what it is not as it was saved, somebody has written.
-
-        Raises:
-            HostEngineError: host work failed.
-        """
+        """Compare a weight with its restored state: what it is not as it was saved, somebody has written."""
         shown, deferred = weight.shown or {}, weight.deferred
         weight.take_outside_write()
         if shown and deferred is not None:
@@ -290,11 +281,7 @@ class Windows:
                 self._rewrite(weight, before)
 
     def take_outside_write(self, weight: WeightState, write: OutsideWrite) -> None:
-        """Let a weight's masters, and what is in flight for it, follow what somebody else wrote.
-
-        Raises:
-            HostEngineError: host work failed.
-        """
+        """Let a weight's masters, and what is in flight for it, follow what somebody else wrote."""
         if write.before is not None:
             before, now = write.before, weight.parameter.detach()
             if torch.equal(before, now):  # waits for the device, but only where somebody asked to write
@@ -317,14 +304,14 @@ class Windows:
         self._arrivals.done(job)
         for weight, window in flight.parts():
             weight.in_flight.discard(window.part.index)
+        self.moved.update(flight.weights)
         self.in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes
         record.host_s += job.span.seconds
         record.host_bytes += job.nbytes
         record.host_elements += rows.numel()
         for window in flight.windows:
-            for entry in window.entries:
-                record.applied.add(window.result.numel(), step - entry.step)
+            record.applied.add(window.result.numel(), [step - entry.step for entry in window.entries])
             if window.moved is not None:
                 record.moved = record.moved or Moved()
                 record.moved.join(window.moved)
@@ -333,12 +320,13 @@ class Windows:
         """Write the results of a bucket into its weights, by one launch where they are all there."""
         kernels, weights = self._runtime.kernels, flight.weights
         if all(window.is_whole and weight.is_plain for weight, window in flight.parts()):
-            tables = self._groups.of(weights, rows.dtype).tables
-            kernels.show_bucket(tables, [weight.parameter.detach() for weight in weights], rows)
+            tables = self.groups.of(weights, rows.dtype).tables
+            kernels.show_bucket(tables, [weight.parameter for weight in weights], rows)
             return
         for weight, window in flight.parts():
             n, length = window.result.shape
             arrived = rows.narrow(0, window.start, n * length).view(n, length)
+            weight.keep_nothing()
             kernels.scatter(weight.matrix(), window.columns, arrived)
 
 

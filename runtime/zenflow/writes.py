@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from zenflow.kernels.base import address_of
+from zenflow.kernels.base import address_of, addresses_of
 
 # A tensor's own, and that of the Python object by which it is asked.
 _OWN_HOLDERS = 2
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor uses its memory: a detached copy, a view, a NumPy array."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > _OWN_HOLDERS
+
+
 def has_other_holders(parameter: nn.Parameter) -> bool:
-    """Whether somebody besides this tensor uses its memory: a detached copy, a view, a NumPy array, a held storage."""
-    shared = int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) > _OWN_HOLDERS
-    return shared or storage_is_held(parameter)
+    """Whether somebody besides this tensor uses its memory: another tensor, or who holds its storage."""
+    return shares_memory(parameter) or storage_is_held(parameter)
 
 
 def storage_is_held(tensor: torch.Tensor) -> bool:
@@ -53,27 +58,28 @@ class WriteWatch:
     (`rms_norm`) leave lazy clones to its older ones.
     """
 
-    __slots__ = ("_address", "_before", "_copy", "_kept", "_parameter", "_paused", "_storage", "_version", "_way")
+    __slots__ = ("_address", "_before", "_copy", "_kept", "_parameter", "_storage", "_version", "_way")
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._storage: int | None = None  # None: not watching
         self._address = 0
-        self._paused = False  # the memory stays marked
         self._way: Literal["shared", "copied", "counted"] = "counted"
         self._version = 0
         self._before: torch.Tensor | None = None
         self._copy: torch.Tensor | None = None  # memory for the next one: new pages cost more than the copy
         self._kept = False
 
-    def begin(self, *, keep: bool) -> None:
-        """Notice writes from now on; `keep` what the parameter holds, which takes memory once somebody writes."""
+    def begin(self, *, keep: bool) -> bool:
+        """Notice writes from now on; `keep` what the parameter holds, which takes memory once somebody writes.
+
+        Returns whether its memory was shared and still is, so that `Unwritten` can look at it.
+        """
         parameter = self._parameter
-        paused, self._paused = self._paused, False
-        if paused and not self.written():  # we wrote by its address alone
+        if self.is_shared and not self.written():  # we wrote by its address alone
             self._before = _lazy_clone(parameter.detach()) if keep else None
             self._kept = keep
-            return
+            return True
         on_cpu = parameter.device.type == "cpu"
         pointed_at = on_cpu and has_other_holders(parameter)
         self._storage, self._version = parameter.untyped_storage()._cdata, parameter._version
@@ -88,21 +94,27 @@ class WriteWatch:
         self._kept = keep and self._before is not None
         if not keep and self._way == "shared":
             self._before = None  # the memory stays marked, and the first write costs nothing
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is noticed by shared memory, or was until somebody wrote."""
+        return self._storage is not None and self._way == "shared"
 
     def pause(self) -> bool:
-        """Notice nothing more if nobody has written, before we write ourselves; whether that is so.
+        """Keep nothing more if nobody has written, before we write ourselves; whether that is so.
 
         Memory that is shared stays so, and `begin` goes on with it if kernels have written by its address alone.
         """
-        if self._storage is None or self._way != "shared" or self.written():
+        if not self.is_shared or self.written():
             return False
-        self._paused, self._before = True, None
+        self._before = None
         return True
 
     def written(self) -> bool:
         """Whether somebody may have written since `begin`."""
         parameter = self._parameter
-        if self._storage is None or self._paused:
+        if self._storage is None:
             return False
         if self._way == "shared":
             return address_of(parameter) != self._address or not torch._C._is_cow_tensor(parameter)  # type: ignore[attr-defined]
@@ -121,7 +133,6 @@ class WriteWatch:
         """Notice nothing more, before we write ourselves; what the parameter held at `begin`, if to be kept."""
         before = self._before if self._kept else None
         self._storage = self._before = None
-        self._paused = False
         return before
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
@@ -130,6 +141,25 @@ class WriteWatch:
             self._copy = values.clone()
             return self._copy
         return last.copy_(values)
+
+
+class Unwritten:
+    """Watches of shared memory that are looked at together."""
+
+    def __init__(self, watches: Sequence[WriteWatch]) -> None:
+        self._watches = watches
+        self._parameters = [watch._parameter for watch in watches]
+        self._addresses = addresses_of(self._parameters)
+        self._shapes = [parameter.shape for parameter in self._parameters]
+
+    def holds(self) -> bool:
+        """Whether all are watched, and nobody has written to any since, or given it other memory."""
+        return (
+            addresses_of(self._parameters) == self._addresses
+            and all(map(torch._C._is_cow_tensor, self._parameters))  # type: ignore[attr-defined]
+            and [parameter.shape for parameter in self._parameters] == self._shapes
+            and None not in [watch._storage for watch in self._watches]
+        )
 
 
 def _same(before: torch.Tensor, values: torch.Tensor) -> bool:

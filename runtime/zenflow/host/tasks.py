@@ -82,7 +82,8 @@ class Control:
         return self._live
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, since one is made for each weight and step: that would take three times as long.
+@dataclass(slots=True, eq=False)
 class HostGradient:
     """A step's gradient of some columns, [n, rows], on its way to host memory or there; others may lie beside it."""
 
@@ -110,7 +111,7 @@ class HostGradient:
         return self.memory[0].dtype
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LogEntry:
     """One step's gradient of some columns, with what the step did with it."""
 

@@ -117,13 +117,7 @@ class DeviceWeight:
 
 
 class DeviceUpdates:
-    """Updates that differ from step to step in little but addresses and the gradients' values.
-
-    Args:
-        kernels: do it.
-        rule: the update rule.
-        weights: whose state on the device is updated.
-    """
+    """Updates that differ from step to step in little but addresses and the gradients' values."""
 
     def __init__(self, kernels: Kernels, rule: Rule, weights: Sequence[DeviceWeight]) -> None:
         self._kernels = kernels

@@ -67,11 +67,20 @@ class BucketTables:
         send: to the device.
         transposed: whether weights and gradients are stored [columns, rows]: a column is contiguous. So are vectors
             (one column).
+        before: tables of the same weights, of whose columns some have other places.
     """
 
-    def __init__(self, parts: Sequence[TablePart], dtype: torch.dtype, send: Send, *, transposed: bool = False) -> None:
+    def __init__(
+        self,
+        parts: Sequence[TablePart],
+        dtype: torch.dtype,
+        send: Send,
+        *,
+        transposed: bool = False,
+        before: BucketTables | None = None,
+    ) -> None:
         self.dtype, self.transposed, self.send = dtype, transposed, send
-        self._tiles: dict[tuple[int, int], Tiles] = {}
+        self._tiles: dict[tuple[int, int], Tiles] = {} if before is None else before._tiles
         self.columns = tuple(part.columns for part in parts)
         widths = () if transposed else self.columns
         numbers = [number for part in parts for number in (part.rows, part.sent_start, part.kept_start)]

@@ -144,14 +144,7 @@ class _Alike:
 
 
 class TritonUpdates(DeviceUpdates):
-    """One launch for the counts of all columns and one for all weights alike; what changes is sent by one copy.
-
-    Args:
-        kernels: do it.
-        rule: the update rule.
-        weights: whose state on the device is updated.
-        send: to the device.
-    """
+    """One launch for the counts of all columns and one for all weights alike; what changes is sent by one copy."""
 
     def __init__(self, kernels: TritonKernels, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> None:
         super().__init__(kernels, rule, weights)

@@ -25,7 +25,7 @@ def _gradient_that_cannot_leave(run: Run, patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise HostMemoryError("the host has less memory")
 
-    patch.setattr(Dispatcher, "_together", refuse)
+    patch.setattr(Dispatcher, "together", refuse)
 
 
 def _missing_gradient(run: Run, _: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def reserved(rank: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "transient"):
             patch.setattr(HostMemory, name, noted("allocated", getattr(HostMemory, name)))
-        patch.setattr(Dispatcher, "_together", noted("left", Dispatcher._together))
+        patch.setattr(Dispatcher, "together", noted("left", Dispatcher.together))
         run = Run(Case(replace(OVERLAPPED, select_interval=1000, ledger=False)), sharded(model_of()), my_part(rank))
         for number in range(1, STEPS + 1):
             run.step(number)

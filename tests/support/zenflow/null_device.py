@@ -24,6 +24,8 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Arrived, Device, HostSpan, Mark, Transfer
 
 UPDATE_INTERVAL, SELECT_INTERVAL = 4, 16
+BUCKET_BYTES = 7 * 8 * 256 * 2
+"""Of the seven matrices of a layer."""
 KINDS = ("plain", "close", "selection")
 """Kinds of steps; "selection" is every step from a look at the selection to the close that exchanges its columns."""
 PARTS = ("forward", "backward", "step", "zero_grad")
@@ -125,16 +127,22 @@ class Piece(nn.Module):
         return x + self.weight.sum()
 
 
-def pieces(matrices: int, vectors: int, rows: int = 8, columns: int = 2048) -> nn.Sequential:
-    """A model of matrices and vectors, the same each time."""
+def pieces(matrices: int, vectors: int, rows: int = 8, columns: int = 256) -> nn.Sequential:
+    """A model of matrices and vectors, the same each time; small, since what a GPU does is done by the thread here."""
     torch.manual_seed(0)
     return nn.Sequential(*(Piece(rows, columns) for _ in range(matrices)), *(Piece(columns) for _ in range(vectors)))
 
 
-def optimizer_of(model: nn.Module, device: NullDevice, *, select_interval: int = SELECT_INTERVAL) -> ZenFlowAdamW:
+def optimizer_of(
+    model: nn.Module, device: NullDevice, *, select_interval: int = SELECT_INTERVAL, bucket_bytes: int = BUCKET_BYTES
+) -> ZenFlowAdamW:
     """The setting whose costs are known: 5% of the columns selected, windows of four steps."""
     config = ZenFlowConfig(
-        topk_ratio=0.05, update_interval=UPDATE_INTERVAL, select_interval=select_interval, host_threads=1
+        topk_ratio=0.05,
+        update_interval=UPDATE_INTERVAL,
+        select_interval=select_interval,
+        bucket_bytes=bucket_bytes,
+        host_threads=1,
     )
     return ZenFlowAdamW(model.parameters(), lr=1e-5, config=config, module=model, device=device)
 

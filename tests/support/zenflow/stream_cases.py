@@ -16,6 +16,7 @@ from tests.support.zenflow.small import Block, Stack, seeded, tokens_of
 from zenflow import ZenFlowConfig
 from zenflow.deferred import DeferredTier
 from zenflow.device import CpuDevice, Device
+from zenflow.groups import Groups
 from zenflow.history import History
 from zenflow.layout import WeightPlan, plan_model
 from zenflow.rules import RULES
@@ -93,7 +94,7 @@ class Streams:
         self.history = History(self.device)
         self.runtime = make_runtime(self.device, RULES["adamw"], config, self.history)
         self.room = self.runtime.room
-        self.dispatcher = Dispatcher(self.runtime)
+        self.dispatcher = Dispatcher(self.runtime, Groups(self.runtime))
         self.streamer = Streamer(least, self._dispatch, self.device.current_stream)
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.parameters = [parameter for _, parameter in named]

@@ -250,7 +250,7 @@ USES: dict[str, Callable[[Tensor], object]] = {
     "_foreach_clamp_min_": lambda g: torch.nn.utils.clip_grad_value_([_holder(g)], 1.0, foreach=True),
     "clone": lambda g: g.clone(),
     "copy_": lambda g: torch.ones(2, 2).copy_(g),
-    "_to_copy": lambda g: g.to(torch.float64),
+    "what it was converted to": lambda g: g.to(torch.float64).sum(),
     "select": lambda g: g[0],
     "isnan": lambda g: torch.isnan(g).any(),
     "eq": lambda g: g == 1,
@@ -263,7 +263,7 @@ USES: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda g: g.numpy(),
     "tolist": lambda g: g.tolist(),
     "data_ptr": lambda g: g.data_ptr(),
-    "share_memory_": lambda g: g.share_memory_(),
+    "what is shared": lambda g: g.share_memory_().sum(),
     "apply_": lambda g: g.apply_(lambda x: x),
     "__dlpack__": lambda g: g.__dlpack__(),
 }
@@ -293,6 +293,14 @@ def test_other_ways_to_ask_for_the_norm(norm: Callable[[Tensor], Tensor]) -> Non
     gradient = stand_in(nn.Parameter(torch.zeros(5, 3)), raw)
     torch.testing.assert_close(norm(gradient), norm(raw))
     torch.testing.assert_close(norm(gradient.float().data), norm(raw))
+
+
+def test_one_that_was_taken_can_be_converted() -> None:
+    raw = torch.randn(5, 3).t()
+    gradient = stand_in(nn.Parameter(torch.zeros(3, 5)), raw)
+    converted = gradient.double()
+    assert (converted.dtype, converted.shape, converted.stride()) == (torch.float64, raw.shape, gradient.stride())
+    torch.testing.assert_close(converted.norm(), raw.norm())
 
 
 def test_one_that_was_replaced_is_refused() -> None:

@@ -41,18 +41,18 @@ class Counts(NamedTuple):
 
 A_WEIGHT = {
     "forward": Counts(0, 0, 0, 0, 7),
-    "hooks": Counts(0, 0, 0, 12.5, 33),
-    "plain": Counts(0, 0.5, 0, 12, 90),
-    "close": Counts(0, 0.5, 0, 6, 66),
-    "selection": Counts(0, 3, 2, 94, 260),
+    "hooks": Counts(0, 0, 0, 5.5, 21),
+    "plain": Counts(0, 0, 0, 9, 72),
+    "close": Counts(0, 0, 0, 5, 38),
+    "selection": Counts(0, 2, 2, 90, 235),
 }
 """Ceilings for a matrix and a quarter of a vector; the last three are of `step()`, by the kind of the step."""
 BESIDE = {
     "forward": Counts(0, 0, 0, 0, 0),
-    "hooks": Counts(2, 4, 0, 34, 190),
-    "plain": Counts(4, 6, 3, 70, 380),
-    "close": Counts(4, 5, 2, 36, 310),
-    "selection": Counts(5, 5, 4, 40, 340),
+    "hooks": Counts(2, 2, 0, 16, 110),
+    "plain": Counts(4, 5, 3, 66, 375),
+    "close": Counts(4, 4, 2, 30, 300),
+    "selection": Counts(5, 5, 4, 34, 335),
 }
 """Ceilings for what a step takes besides, however many weights there are."""
 MATRICES = 4
@@ -83,7 +83,11 @@ def counted(matrices: int, *, python: bool, offloads: bool) -> Found:
         found[step, part] = Counts(launches, copies, marks, operations.total(), calls.total())
 
     with null_kernels(device), autograds_thread(watch) as watched:
-        optimizer = optimizer_of(model, device) if offloads else torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = (
+            optimizer_of(model, device, bucket_bytes=1 << 20)
+            if offloads
+            else torch.optim.SGD(model.parameters(), lr=0.0)
+        )
         for step in range(1, 2 * SELECT_INTERVAL + 1):  # noqa: B007 - watch() reads it
             train_step(model, optimizer, torch.zeros(()), watched)
             if isinstance(optimizer, ZenFlowAdamW):

@@ -126,7 +126,7 @@ def kill(
     context: ForkServerContext, lives: Lives, log: Path, given: dict[str, Any], attempt: int, moment: random.Random
 ) -> None:
     """After a measurement, then while a setting is tried, at any speed of the machine; the third at any moment."""
-    last = (("measured", moment.randint(2, 6)), ("in_flight", moment.randint(1, 3)), None)[attempt % 3]
+    last = (("measured", moment.randint(1, 3)), ("in_flight", moment.randint(1, 2)), None)[attempt % 3]
     process = context.Process(target=killable.search, args=(str(lives.path), str(log), given), kwargs={"last": last})
     process.start()
     if last is None:
