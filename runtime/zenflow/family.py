@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import nn
 
@@ -11,6 +11,29 @@ from zenflow.device import Device
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.partition import Partition
 from zenflow.rules import RULES
+from zenflow.rules.base import NOT_HERE, check_flag
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of all optimizers besides their hyperparameters."""
+
+    config: ZenFlowConfig | None
+    module: nn.Module | None
+    device: Device | None
+    partition: Partition | None
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    maximize: bool
+    differentiable: bool
+
+
+def _own(options: Options) -> dict[str, Any]:
+    """Those that are not torch's, of which some are refused."""
+    for name, why in NOT_HERE.items():
+        check_flag(options, name, allowed=False, why=why)
+    theirs = {"foreach", "fused", "capturable", *NOT_HERE}
+    return {name: value for name, value in options.items() if name not in theirs}
 
 
 class ZenFlowAdamW(ZenFlowOptimizer):
@@ -21,11 +44,9 @@ class ZenFlowAdamW(ZenFlowOptimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        amsgrad: refused where true.
-        config: the knobs; None takes the defaults.
-        module: the model that owns the parameters; see `ZenFlowOptimizer`.
-        device: the accelerator; None takes the one that the parameters are on.
-        partition: see `ZenFlowOptimizer`.
+        amsgrad: refused where true, as are `maximize` and `differentiable`.
+        options: `config`, `module`, `device` and `partition` of `ZenFlowOptimizer`; torch's `foreach`, `fused` and
+            `capturable` have no effect.
 
     Raises:
         ConfigError: a hyperparameter or knob is not allowed.
@@ -40,16 +61,10 @@ class ZenFlowAdamW(ZenFlowOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        config: ZenFlowConfig | None = None,
-        module: nn.Module | None = None,
-        device: Device | None = None,
-        partition: Partition | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(
-            params, defaults, RULES["adamw"], config=config, module=module, device=device, partition=partition
-        )
+        super().__init__(params, defaults, RULES["adamw"], **_own(options))
 
 
 class ZenFlowAdam(ZenFlowOptimizer):
@@ -66,16 +81,10 @@ class ZenFlowAdam(ZenFlowOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        *,
-        config: ZenFlowConfig | None = None,
-        module: nn.Module | None = None,
-        device: Device | None = None,
-        partition: Partition | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(
-            params, defaults, RULES["adam"], config=config, module=module, device=device, partition=partition
-        )
+        super().__init__(params, defaults, RULES["adam"], **_own(options))
 
 
 class ZenFlowAdagrad(ZenFlowOptimizer):
@@ -98,11 +107,7 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
         weight_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
-        *,
-        config: ZenFlowConfig | None = None,
-        module: nn.Module | None = None,
-        device: Device | None = None,
-        partition: Partition | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -111,9 +116,7 @@ class ZenFlowAdagrad(ZenFlowOptimizer):
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
         }
-        super().__init__(
-            params, defaults, RULES["adagrad"], config=config, module=module, device=device, partition=partition
-        )
+        super().__init__(params, defaults, RULES["adagrad"], **_own(options))
 
 
 class ZenFlowLion(ZenFlowOptimizer):
@@ -131,16 +134,10 @@ class ZenFlowLion(ZenFlowOptimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        config: ZenFlowConfig | None = None,
-        module: nn.Module | None = None,
-        device: Device | None = None,
-        partition: Partition | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(
-            params, defaults, RULES["lion"], config=config, module=module, device=device, partition=partition
-        )
+        super().__init__(params, defaults, RULES["lion"], **_own(options))
 
 
 class ZenFlowSGD(ZenFlowOptimizer):
@@ -163,11 +160,7 @@ class ZenFlowSGD(ZenFlowOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        config: ZenFlowConfig | None = None,
-        module: nn.Module | None = None,
-        device: Device | None = None,
-        partition: Partition | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -176,6 +169,4 @@ class ZenFlowSGD(ZenFlowOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(
-            params, defaults, RULES["sgd"], config=config, module=module, device=device, partition=partition
-        )
+        super().__init__(params, defaults, RULES["sgd"], **_own(options))

@@ -14,10 +14,11 @@ import torch
 
 from zenflow.errors import ConfigError, UnsupportedError
 
-_NOT_HERE = {
+NOT_HERE = {
     "maximize": "negate the loss instead",
     "differentiable": "autograd cannot follow updates that are made on the host",
 }
+"""Flags of torch's optimizers that must be false, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Rule(ABC):
             value = _real(group[name], name)
             if value is None or not value >= 0:
                 raise ConfigError.of(name, group[name], "a number >= 0")
-        for name, instead in _NOT_HERE.items():
+        for name, instead in NOT_HERE.items():
             check_flag(group, name, allowed=False, why=instead)
 
     def initial(self, group: Mapping[str, Any]) -> tuple[float, ...]:

@@ -55,13 +55,35 @@ def test_lions_arguments_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("rule", NAMES)
-def test_everything_of_our_own_goes_by_keyword(rule: str) -> None:
-    parameters = inspect.signature(OURS[rule]).parameters
-    own = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert own == {"config": None, "module": None, "device": None, "partition": None}
+def test_how_fast_torch_is_has_no_effect(rule: str) -> None:
+    kinds = [p.kind for p in inspect.signature(OURS[rule]).parameters.values()]
+    assert kinds[-1] is inspect.Parameter.VAR_KEYWORD  # config, module and the like
+    weights, others = weights_of(), weights_of()
+    optimizers = [
+        OURS[rule](weights, config=SYNC, fused=True, foreach=None, capturable=True, maximize=False),
+        OURS[rule](others, config=SYNC),
+    ]
+    for optimizer in optimizers:
+        set_grads(optimizer.param_groups[0]["params"], 1)
+        optimizer.step()
+        optimizer.close()
+    assert all(map(torch.equal, weights, others))
 
 
 # Refusals.
+
+
+@pytest.mark.parametrize("flag", ["maximize", "differentiable"])
+@pytest.mark.parametrize("rule", NAMES)
+def test_what_torch_would_compute_otherwise_is_refused(rule: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} is True"):
+        OURS[rule](weights_of(), **{flag: True})
+
+
+@pytest.mark.parametrize("rule", NAMES)
+def test_an_unknown_argument_is_none(rule: str) -> None:
+    with pytest.raises(TypeError, match="topk_ratio"):
+        OURS[rule](weights_of(), topk_ratio=0.1)
 
 
 @pytest.mark.parametrize("rule", NAMES)
