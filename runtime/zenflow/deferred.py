@@ -88,7 +88,6 @@ class DeferredTier:
 
         Args:
             columns: [plan.deferred] int64, ascending.
-            initial: what each moment starts with.
         """
         self._name = name
         self._rows = plan.rows
@@ -285,7 +284,6 @@ class DeferredTier:
 
         Args:
             window: whose job is done, whose result is on no way, and not visible yet; receives its new result.
-            before: the weights as they were, [rows, columns].
         """
         part, slots = window.part, window.slots
         old, new = (self.on_host(one, part.columns) for one in (before, matrix))

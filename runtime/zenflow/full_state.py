@@ -265,7 +265,8 @@ class StateView:
         return self._gathered()[name]
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        self._owner().set_full_state(self._parameter, name, value)
+        if name != STEP or not torch.equal(value.cpu(), self[STEP].cpu()):  # as a loop over all of it sets it
+            self._owner().set_full_state(self._parameter, name, value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -349,6 +349,10 @@ class Gradients:
             self._streamer.watch(parameter for group in groups for parameter in group["params"])
             self.stream(weight for weight in weights if weight.started)
 
+    def leave_alone(self, weight: WeightState) -> None:
+        """Its gradients stay from now on; none has left."""
+        self._streamer.leave_alone(weight.parameter)
+
     def expected(self, weight: WeightState) -> int:
         """Backward passes that its next step is expected to have."""
         return self._streamer.expected(weight.parameter)

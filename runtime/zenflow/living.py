@@ -92,6 +92,7 @@ def take_over(taking: ZenFlowOptimizer) -> None:
                 stacklevel=4,
             )
             other.close()
+            other._own.ended_by = "another optimizer had taken over some of its parameters: use one, with groups"
 
 
 def let_go(optimizer: ZenFlowOptimizer) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from zenflow.config import ZenFlowConfig
 from zenflow.errors import UnsupportedError
 from zenflow.host.tasks import LogEntry
+from zenflow.kernels.base import address_of
 from zenflow.layout import ModelPlan, WeightPlan, conv1d_weights, plan_model, plan_order
 from zenflow.runtime import Runtime
 from zenflow.sharded import model_parameter, require_whole
@@ -93,7 +95,27 @@ class ModelState:
                 f"parameters are on {' and '.join(sorted(devices))}; at the beginning they were on {own}: "
                 "make the optimizer after moving the model"
             )
-        return Split(ordered, plan_model(ordered, config, conv1d_weights(self._module)))
+        split = Split(ordered, plan_model(ordered, config, conv1d_weights(self._module)))
+        self._require_apart(split)
+        return split
+
+    def _require_apart(self, split: Split) -> None:
+        """Refuse offloaded weights of which two overlap: each would have a master of its own."""
+        pairs = zip(split.parameters, split.plan.weights, strict=True)
+        used = sorted(
+            (address_of(parameter), address_of(parameter) + parameter.nbytes, number, plan.offloaded)
+            for number, (parameter, plan) in enumerate(pairs)
+            if parameter.requires_grad and parameter.is_contiguous() and parameter.nbytes
+        )
+        for (_, end, one, offloads), (begin, _, other, too) in itertools.pairwise(used):
+            if begin < end and (offloads or too):
+                names = [self._names().get(id(split.parameters[number]), f"number {number}") for number in (one, other)]
+                raise UnsupportedError(
+                    f"parameters {' and '.join(sorted(names))} use the same memory: make them one Parameter"
+                )
+
+    def _names(self) -> dict[int, str]:
+        return {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
 
     def moving(self, groups: Groups, config: ZenFlowConfig) -> list[WeightState]:
         """The weights of which other knobs would move columns."""
@@ -118,6 +140,17 @@ class ModelState:
             weight.repartition(plans[id(weight.parameter)])
         self._runtime.buckets.allocate()
         self._add(split, groups)
+
+    def drop_others(self, groups: Groups, fresh: Set[int]) -> list[WeightState]:
+        """Let go of the weights that are in no group or `fresh`, by id, and return them; nothing is in flight."""
+        known = {id(parameter) for group in groups for parameter in group["params"]} - fresh
+        gone = [weight for weight in self.weights if id(weight.parameter) not in known]
+        self.weights[:] = [weight for weight in self.weights if id(weight.parameter) in known]
+        self.windows.moved.difference_update(gone)
+        for weight in gone:
+            if weight.started and weight.deferred is not None:
+                weight.deferred.release()
+        return gone
 
     def watch(self) -> None:
         """Notice from now on what others write to the weights."""
@@ -160,22 +193,16 @@ class ModelState:
     def _add(self, split: Split, groups: Groups) -> None:
         """Weights for the parameters that have none yet, at their places."""
         known = {id(weight.parameter): weight for weight in self.weights}
-        names = {} if self._module is None else {id(p): name for name, p in self._module.named_parameters()}
+        names = self._names()
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
         ordered = []
         for number, (parameter, plan) in enumerate(zip(split.parameters, split.plan.weights, strict=True)):
             group = group_of[id(parameter)]
-            ordered.append(
-                known.get(id(parameter))
-                or WeightState(
-                    parameter,
-                    names.get(id(model_parameter(parameter)), str(number)),
-                    plan,
-                    group,
-                    self._runtime,
-                    self._runtime.rule.initial(groups[group]),
-                )
-            )
+            if (weight := known.get(id(parameter))) is None:
+                name, initial = names.get(id(model_parameter(parameter)), str(number)), self._runtime.rule.initial
+                weight = WeightState(parameter, name, plan, group, self._runtime, initial(groups[group]))
+            weight.group = group
+            ordered.append(weight)
         self.weights[:] = self._others = ordered
         self._watched, self._unwritten = {}, Unwritten([])
         by_memory: dict[int, list[WeightState]] = {}

@@ -77,6 +77,7 @@ class ZenFlowOptimizer(Optimizer):
         self._rule = rule
         self._partition = partition
         self._built = self._speaks_torch = False
+        self._known: list[int] = []  # parameters that are trained
         self._close_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._process = OwnProcess()
         super().__init__(params, defaults)
@@ -147,6 +148,7 @@ class ZenFlowOptimizer(Optimizer):
             return
         self._own = self._made(before.runtime.device if shards.computing is None else None)
         before.close()
+        self._known = list(map(id, parameters))
         self._own.gradients.watch(self._groups, [])
         self.state.clear()
         for parameter in parameters:
@@ -242,21 +244,43 @@ class ZenFlowOptimizer(Optimizer):
         super().add_param_group(param_group)
         try:
             self._rule.check(self.param_groups[-1])
-            require_known(self.param_groups[-1]["params"])
-            for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad and parameter.dtype not in DTYPES:
-                    raise UnsupportedError(f"a parameter is {parameter.dtype}; it must be {DTYPE_NAMES}")
-            if self._built:
-                require = require_whole if self._own.shards is None else self._own.shards.require
-                require(self.param_groups[-1]["params"])
-                self._training.add_group(self._groups)
-                self._training.gradients.watch(self._groups, self._training.model.weights)
+            self._take_in(self.param_groups[-1]["params"])
         except (ZenFlowError, MemoryError):
             self.param_groups.pop()
             raise
-        for parameter in self.param_groups[-1]["params"]:
+
+    def _take_in(self, parameters: list[nn.Parameter]) -> None:
+        """Train parameters that have come into the groups."""
+        require_known(parameters)
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype not in DTYPES:
+                raise UnsupportedError(f"a parameter is {parameter.dtype}; it must be {DTYPE_NAMES}")
+        if self._built:
+            require = require_whole if self._own.shards is None else self._own.shards.require
+            require(parameters)
+            self._training.follow_groups(self._groups, {id(parameter) for parameter in parameters})
+            self._training.gradients.watch(self._groups, self._training.model.weights)
+        for parameter in parameters:
             # Never empty: some tools take an empty state for one that has to be made.
             self.state[parameter] = StateView(self, parameter, self._rule.moment_names)
+        self._known = list(map(id, self._parameters))
+
+    def _follow_edits(self) -> None:
+        """Train what is in the lists of `param_groups` by now, anew where its state was removed."""
+        parameters, known = self._parameters, {*self._known}
+        same = list(map(id, parameters)) == self._known
+        if same and len(self.state) == len(parameters):
+            return
+        joined = [one for one in parameters if id(one) not in known or one not in self.state]
+        if same and not joined:
+            return
+        if self._own.shards is not None:
+            raise UnsupportedError(
+                "param_groups or state was edited, which ranks share: use add_param_group()"
+            )
+        self._take_in(joined)
+        for gone in self.state.keys() - {*parameters}:
+            del self.state[gone]
 
     @undivided
     def state_dict(self) -> dict[str, Any]:
@@ -333,9 +357,11 @@ class ZenFlowOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with HeldSignals(), torch.inference_mode(False), torch.no_grad():
+            training = self._training
+            self._follow_edits()
             # GradScaler sets and deletes these two around step().
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            self._training.step(self._groups, scale, found_inf)
+            training.step(self._groups, scale, found_inf)
         return loss
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,9 +36,7 @@ def move_state(runtime: Runtime, sources: Sequence[Tier], target: Tier) -> None:
     """Fill a tier with the state of its columns; blocks until it is there.
 
     Args:
-        runtime: whose device and link are used.
         sources: hold each of the target's columns once; may hold others.
-        target: receives the state.
     """
     for source in sources:
         places, found = _matches(target.columns, source.columns)
@@ -78,17 +76,9 @@ class SplitState:
     Moments and counts are those of a beginning until `fill`; masters come from `read_masters` or `fill`.
 
     Args:
-        parameter: whose state it is.
-        name: the parameter's.
-        plan: the split.
-        initial: what each moment starts with.
         flat: keep the state of a wholly resident parameter as one row with one count.
         selected: [plan.selected] int64 on the CPU, the selected columns.
         deferred: [plan.deferred] int64 on the CPU, the column in each host slot.
-
-    Raises:
-        MemoryError: the host has less memory.
-        HostEngineError: the host engine has failed.
     """
 
     def __init__(
@@ -172,11 +162,7 @@ class SplitState:
             self.deferred.read_masters(matrix, keep=False)
 
     def reread_masters(self, in_flight: Container[int]) -> None:
-        """Take the masters from weights that somebody wrote to, but for those that round to their weight.
-
-        Args:
-            in_flight: numbers of the buckets whose weights are not what their masters say yet.
-        """
+        """Take the masters from weights that somebody wrote to, but for those that round to their weight."""
         if self.flat and self.resident is not None:
             if self.is_replaced():  # the memory that it had may be somebody else's now
                 self.resident.master = self._flat_master()

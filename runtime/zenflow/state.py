@@ -18,8 +18,6 @@ class ColumnState:
     `master` and each of `moments` are [n, rows] fp32, `count` is [n] int32.
 
     Args:
-        master: the weights, which this state takes over.
-        moments: how many.
         initial: what each moment starts with; None: zeros.
     """
 
@@ -96,7 +94,6 @@ class ColumnState:
 
         Args:
             gradient: [n, rows] fp32.
-            hyper: hyperparameters of the step.
             decay: factor on the weights where it is not `hyper.decay`.
             skip: 0-dim bool; where it is true nothing changes. Stays on its device.
         """

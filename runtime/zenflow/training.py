@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -109,6 +109,7 @@ class Training:
         self._torn = False  # a step was interrupted half-way
         self.open = True
         """Whether steps can be taken."""
+        self.ended_by = "close(): make a new optimizer"
         self._ending = False
 
     # --- a step ----------------------------------------------------------------------------------------------------
@@ -119,15 +120,9 @@ class Training:
         Args:
             grad_scale: what the loss was multiplied with (GradScaler's protocol).
             found_inf: not 0 where GradScaler found a non-finite gradient.
-
-        Raises:
-            HostEngineError: host work failed, in this step or an earlier one.
-            HostMemoryError: the host has less memory than a parameter needs that was thawed.
-            UnsupportedError: a sparse gradient, or a parameter was given another shape, dtype or device.
-            RankError: another rank failed in the step before.
         """
         if not self.open:
-            raise ZenFlowError("step() was called after close(): make a new optimizer")
+            raise ZenFlowError(f"step() was called after {self.ended_by}")
         if self._sums is not None:
             self._step_of_rows(self._sums, groups, grad_scale, found_inf)
             return
@@ -219,11 +214,7 @@ class Training:
             )
 
     def average_gradients(self, groups: Groups) -> None:
-        """Average `.grad` over the ranks, unless it was and nobody has touched it since.
-
-        Raises:
-            UnsupportedError: a gradient is sparse.
-        """
+        """Average `.grad` over the ranks, unless it was and nobody has touched it since."""
         ranks = self.runtime.ranks
         if ranks is None:
             return
@@ -332,12 +323,7 @@ class Training:
     # --- between steps ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Close the window and apply every pending host update now.
-
-        Raises:
-            HostEngineError: host work failed.
-            UnsupportedError: a parameter was given another shape, dtype or device.
-        """
+        """Close the window and apply every pending host update now."""
         if not self.begun or not self.open:
             return
         try:
@@ -419,11 +405,6 @@ class Training:
 
         Returns:
             The number of the step after which they hold (before the first step: that with which they do).
-
-        Raises:
-            ConfigError: a knob cannot be changed or has a value that is not allowed.
-            HostMemoryError: the host has less memory than they need.
-            HostEngineError: threads could not be started, or host work failed.
         """
         config = (self.config if self._change is None else self._change.config).changed(knobs)
         if self.shards is not None:
@@ -438,12 +419,10 @@ class Training:
             self._take_change(change, groups)
         return self.clock.step + 1
 
-    def add_group(self, groups: Groups) -> None:
-        """Take in the parameters of a group that was added to `groups`; flushes where training has begun.
+    def follow_groups(self, groups: Groups, fresh: Set[int]) -> None:
+        """Train the parameters that are in the groups by now, and no others; flushes where training has begun.
 
-        Raises:
-            HostMemoryError: the host has less memory than the new split needs.
-            HostEngineError: host work failed.
+        Those whose ids are in `fresh` begin anew.
         """
         if not self.begun:
             return
@@ -452,6 +431,8 @@ class Training:
         reserved.clear()
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.model.stop_watch()
+        for weight in self.model.drop_others(groups, fresh):
+            self.gradients.leave_alone(weight)
         self._resplit(groups)
         self.leave_weights()
 

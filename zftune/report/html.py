@@ -148,8 +148,8 @@ def about_rig(rig: Mapping[str, Any] | None) -> str:
     """That times are an emulated accelerator's, where they are."""
     if rig is None:
         return ""
-    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU. {rig.get('source', '')}"
-    return f'<p class="rig">{escape(text.strip())}</p>\n'
+    text = f"Emulated hardware: times come from the rig {rig['name']}, not from a GPU: {rig.get('source', '')}"
+    return f'<p class="rig">{escape(text.strip(": "))}</p>\n'
 
 
 def _charts(document: Document, charts: dict[str, Chart | None]) -> Iterable[str]:

@@ -63,8 +63,6 @@ class BucketTables:
 
     Args:
         parts: one a weight, at least one.
-        dtype: of the weights and their gradients.
-        send: to the device.
         transposed: whether weights and gradients are stored [columns, rows]: a column is contiguous. So are vectors
             (one column).
         before: tables of the same weights, of whose columns some have other places.

@@ -496,7 +496,7 @@ def test_a_second_optimizer_closes_the_first_with_nothing_pending(setting: Setti
         second = make(run.model)
     for weight, other in zip(run.weights, alone.weights, strict=True):
         assert torch.equal(weight, other)
-    with pytest.raises(ZenFlowError, match="after close"):
+    with pytest.raises(ZenFlowError, match="after another optimizer had taken over"):
         run.optimizer.step()
     run.optimizer.state_dict()
     for _ in range(3):

@@ -1,0 +1,124 @@
+"""`param_groups` as scripts edit them themselves: what is trained is what torch's AdamW would train."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.tiers import repeated
+from zenflow import UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "synchronous": {"topk_ratio": 0.2, "update_interval": 1, "overlap_step": False},
+    "all deferred": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False},
+    "on the device": {"offload_ratio": 0.0},
+}
+
+
+class Run:
+    """Training of some weights, of which the optimizer has those in its groups."""
+
+    def __init__(self, make: Callable[[list[Any]], torch.optim.Optimizer]) -> None:
+        self.weights = [nn.Parameter(torch.randn(size)) for size in ((8, 12), (12, 8), (9,), (12, 12), (3, 5), (8, 8))]
+        self.optimizer = make([{"params": self.weights[:2]}, {"params": self.weights[2:4], "lr": 2e-2}])
+
+    @property
+    def lists(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def extend(self, chance: random.Random) -> None:
+        known = {id(one) for of_group in self.lists for one in of_group}
+        self.lists[chance.randrange(len(self.lists))].extend(one for one in self.weights if id(one) not in known)
+
+    def replace(self, chance: random.Random) -> None:
+        if of_group := chance.choice(self.lists):
+            place = chance.randrange(len(of_group))
+            fresh = nn.Parameter(torch.cat([of_group[place].detach(), torch.ones_like(of_group[place])[:1]]))
+            self.optimizer.state.pop(of_group[place], None)
+            of_group[place] = fresh
+            self.weights.append(fresh)
+
+    def delete(self, chance: random.Random) -> None:
+        of_group = chance.choice(self.lists)
+        if len(of_group) > 1:
+            self.optimizer.state.pop(of_group.pop(chance.randrange(len(of_group))), None)
+
+    def pop(self, _: random.Random) -> None:
+        if len(self.lists) > 1:
+            for gone in self.optimizer.param_groups.pop(0)["params"]:
+                self.optimizer.state.pop(gone, None)
+
+    def swap(self, _: random.Random) -> None:
+        self.optimizer.param_groups.reverse()
+
+
+EDITS = [Run.extend, Run.replace, Run.delete, Run.pop, Run.swap]
+
+
+def trained(seed: int, make: Callable[[list[Any]], torch.optim.Optimizer]) -> list[Tensor]:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    run = Run(make)
+    for step in range(12):
+        for weight in run.weights:
+            (weight * torch.randn_like(weight)).sum().backward()
+        if step % 3 == 2:  # gradients have left
+            chance.choice(EDITS)(run, chance)
+        run.optimizer.step()
+        for weight in run.weights:
+            weight.grad = None
+        if step % 4 == 1:
+            chance.choice(EDITS)(run, chance)
+    if isinstance(run.optimizer, ZenFlowAdamW):
+        assert len(run.optimizer.state_dict()["state"]) == sum(map(len, run.lists))
+        run.optimizer.flush()
+        run.optimizer.close()
+    return [weight.detach() for weight in run.weights]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(repeated(24)))
+def test_what_is_in_the_groups_is_trained(seed: int, setting: str) -> None:
+    config = ZenFlowConfig(**SETTINGS[setting])
+    ours = trained(seed, lambda groups: ZenFlowAdamW(groups, lr=1e-2, config=config))
+    theirs = trained(seed, lambda groups: torch.optim.AdamW(groups, lr=1e-2))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-6, rtol=0.0)
+
+
+def test_two_parameters_over_one_memory_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight.data = model[0].weight.data
+    optimizer = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(topk_ratio=0.1), module=model)
+    model(torch.randn(2, 6)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"parameters 0\.weight and 1\.weight use the same memory"):
+        optimizer.step()
+    optimizer.close()
+
+
+def test_of_two_optimizers_over_one_weight_the_first_says_why_it_has_ended() -> None:
+    trunk, head = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    first = ZenFlowAdamW([trunk])
+    with pytest.warns(UserWarning, match="trained some of these parameters"):
+        second = ZenFlowAdamW([trunk, head])
+    with pytest.raises(ZenFlowError, match="another optimizer had taken over some of its parameters"):
+        first.step()
+    second.close()
+
+
+def test_a_loop_over_the_state_sets_what_it_has_read() -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(topk_ratio=0.5))
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    before = optimizer.state_dict()["state"]
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to("cpu")
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0.0, atol=0.0)
+    optimizer.close()
