@@ -420,10 +420,7 @@ class Training:
         return self.clock.step + 1
 
     def follow_groups(self, groups: Groups, fresh: Set[int]) -> None:
-        """Train the parameters that are in the groups by now, and no others; flushes where training has begun.
-
-        Those whose ids are in `fresh` begin anew.
-        """
+        """Train what is in the groups by now, `fresh` ids anew; flushes where training has begun."""
         if not self.begun:
             return
         reserved = reserve(self.runtime, self.model, self.model.split(groups, self.config), self.config)
