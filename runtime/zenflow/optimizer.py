@@ -275,9 +275,7 @@ class ZenFlowOptimizer(Optimizer):
         if same and not joined:
             return
         if self._own.shards is not None:
-            raise UnsupportedError(
-                "param_groups or state was edited, which ranks share: use add_param_group()"
-            )
+            raise UnsupportedError("param_groups or state was edited, which ranks share: use add_param_group()")
         self._take_in(joined)
         for gone in self.state.keys() - {*parameters}:
             del self.state[gone]

@@ -148,8 +148,8 @@ def _own_references() -> int:
 @functools.cache
 def _references_of_gradient() -> int:
     """To a gradient that nobody holds but its parameter, as `Streamer.send` counts them."""
-    parameter = nn.Parameter(torch.empty(1, device="cpu"))
-    parameter.grad = torch.empty(1, device="cpu")
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
     gradient = parameter.grad
     return sys.getrefcount(gradient)
 
