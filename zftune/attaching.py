@@ -36,45 +36,18 @@ from zftune.errors import BadInputError
 from zftune.exactness import is_exact, keep_exact
 from zftune.store.types import PROMISES, QUALITIES, Quality
 from zftune.text import one_of
-from zftune.tuner.drivers import LocalDriver, NullDriver, SearchDriver
-from zftune.tuner.executor import Change
+from zftune.tuner.drivers import LocalDriver, SearchDriver
+from zftune.tuner.executor import Change, leave_tried
 from zftune.tuner.guard import NoDisturbance, disturbance_of
-from zftune.tuner.rank_channel import RankChannel
-from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.ranks import KnobConsensus, RankChannel
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.space import Setting
+from zftune.tuner.setup import SINGLE_RANK, TuneRequest, WorldInfo
 from zftune.tuner.stats import stats
-from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WorldInfo
 from zftune.tuner.tuner import Tuner, asked_config, closed_tuner, open_tuners
-from zftune.tuner.warm_up import go_back
 from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
-
-
-class Follower(Tuner):
-    """Changes knobs as rank 0 wants, with the others, and tells them where this rank's loss goes wrong."""
-
-    def __init__(self, optimizer: ZenFlowOptimizer, consensus: KnobConsensus) -> None:
-        super().__init__(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance(), consensus=consensus)
-        self._agreed = consensus
-
-    @property
-    def incumbent(self) -> Setting:
-        """The best knobs so far, as far as this rank has heard."""
-        keeps = self._agreed.keeps
-        return super().incumbent if keeps is None else Setting.from_knobs(keeps)
-
-    def _follow(self) -> None:
-        if self._agreed.over:
-            self.notices += [self._agreed.reason] if self._agreed.reason else []
-            self._finish()
-        elif not self._agreed.wrong_at and self._losses is not None:
-            wrong = self._losses.judge()
-            if wrong is not None:
-                self.notices.append(wrong)
-                self._agreed.wrong_at = self._optimizer.steps
 
 
 Begin = Callable[[WorldInfo, KnobConsensus], Tuner]
@@ -96,7 +69,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
         return _lead(exchange, consensus, begin)
     if not exchange.agree(well=True):
         raise BadInputError("nothing is tuned: rank 0 cannot tune, see its own message")
-    return Follower(optimizer, consensus)
+    return Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance(), consensus=consensus)
 
 
 def _lead(exchange: RankChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
@@ -222,7 +195,7 @@ def start_tuner(
     if several and eval_fn is not None:
         raise BadInputError("eval_fn must be None on several ranks: its flushes are one rank's")
 
-    back = go_back(optimizer, on_change)
+    back = leave_tried(optimizer, on_change)
     # Not with the search, which begins later: all steps are promised.
     if wishes.quality == "exact" and keep_exact(optimizer):
         _logger.info("Quality exact: every update is on time, with update_interval 1 and overlap_step off.")
@@ -237,20 +210,22 @@ def start_tuner(
             on_change=on_change,
             consensus=consensus,
         )
-        _logger.info("zftune tunes with quality %s. %s", PROMISES[wishes.quality], _needs(tuner, wishes.search))
+        _logger.info("zftune tunes %s with quality %s.", _subject(optimizer, name), PROMISES[wishes.quality])
+        _logger.info("%s", _end(wishes.search))
+        tuner.say(back, logging.INFO)
         return tuner
 
-    tuner = attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
-    if not isinstance(tuner, Follower):
-        tuner.say(back, logging.INFO)
-    return tuner
+    return attach_ranks(optimizer, begin, on_change) if several else begin(SINGLE_RANK, None)
 
 
-def _needs(tuner: Tuner, options: SearchOptions) -> str:
-    most = "" if options.most_measurements is None else f", with at most {options.most_measurements} measurements"
+def _subject(optimizer: ZenFlowOptimizer, name: str | None) -> str:
+    return name or ("this training" if optimizer.module is None else type(optimizer.module).__name__)
+
+
+def _end(options: SearchOptions) -> str:
+    most = "" if options.most_measurements is None else f" or {options.most_measurements} measurements were made"
     return (
-        f"Measuring begins after {tuner.begins} steps and some seconds of preparation{most}. The search goes on as "
-        f"long as the training; exploring costs at most {100 * options.cost_share:g}% of it, or "
+        f"The search ends when the training does{most}; it costs at most {100 * options.cost_share:g}% of the time, or "
         f"{options.cost_floor_s:g} s."
     )
 

@@ -14,16 +14,16 @@ from zenflow import ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 from zenflow.signals import HeldSignals
 from zftune.attaching import default_quality, start_tuner
 from zftune.errors import BadInputError, ProfileError
-from zftune.explain.document import tune_document
+from zftune.explain.summary import tune_document
 from zftune.profile.companions import several_ranks
 from zftune.profile.measure import Task, Training
 from zftune.profile.run import ProfileOptions, read_config, task_of
 from zftune.store.types import QUALITIES, Quality, ranks_in_words
 from zftune.text import one_of
+from zftune.tuner.executor import counted
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.training_info import TuneRequest
+from zftune.tuner.setup import TuneRequest
 from zftune.tuner.tuner import Tuner
-from zftune.tuner.warm_up import counted
 
 if TYPE_CHECKING:
     from zftune.store.store import Store

@@ -75,10 +75,6 @@ class StrangerError(DaemonError):
     """What answers is another user's, no daemon, or one of another protocol: asking again is of no use."""
 
 
-class OtherStoreError(DaemonError):
-    """A daemon that keeps what it learns in another store than the run's, and serves others: it is not used."""
-
-
 class StoreError(ZftuneError):
     """Something could not be kept or read; one sentence says what and why. What was there is as it was."""
 

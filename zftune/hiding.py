@@ -36,9 +36,8 @@ from zftune.store.types import STALENESS, Quality
 from zftune.text import ms, number, percent, times
 from zftune.tuner.executor import REFUSALS
 from zftune.tuner.forecast import UNLIMITED, machine_of
-from zftune.tuner.training_info import WarmupStats, device_limit
-from zftune.tuner.tuner import open_tuners
-from zftune.tuner.warm_up import StepCount
+from zftune.tuner.setup import WarmupStats, device_limit
+from zftune.tuner.tuner import StepCount, open_tuners
 from zftune.tuner.worker import Background
 from zftune.variables import NOBODY, ONLINE
 

@@ -34,7 +34,7 @@ from zftune.daemon.protocol.codec import encode  # noqa: E402
 from zftune.daemon.protocol.messages import Hello  # noqa: E402
 from zftune.errors import DaemonError  # noqa: E402
 from zftune.tuner.search import SearchOptions  # noqa: E402
-from zftune.tuner.training_info import Reader, TrainingFacts, TuneRequest, WarmupStats  # noqa: E402
+from zftune.tuner.setup import Reader, TrainingFacts, TuneRequest, WarmupStats  # noqa: E402
 
 RUNS, QUICK_RUNS, CORES = 200, 40, 2
 ALLOWED_P99_S = 0.05

@@ -19,7 +19,7 @@ from gpu.training import Loop, Ours, config_of
 
 from zenflow import ZenFlowConfig
 from zftune import attach
-from zftune.explain.document import tune_document
+from zftune.explain.summary import tune_document
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.store import open_store

@@ -20,7 +20,7 @@ from zenflow.errors import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.agent import is_first_rank, show_lines, show_refusals
 from zftune.agent.session import Patches
-from zftune.errors import OtherStoreError, ZftuneError
+from zftune.errors import ZftuneError
 
 if TYPE_CHECKING:
     from zftune.agent.arming import WhenImported
@@ -172,10 +172,9 @@ def _keep_daemon(tuner: weakref.ref[Tuner]) -> None:
             rarer = ensure_daemon() if is_new or not _is_registered(tuner) else revive_daemon()
             is_new = False
         except (ZftuneError, OSError) as error:
-            rarer = not isinstance(error, OtherStoreError)  # that one ends with its runs, and then there is room
+            rarer = True
             if type(error) not in told:
-                whose = "" if rarer else " of this run's store"
-                _logger.warning("Nothing is tuned until there is a daemon%s: %s.", whose, error)
+                _logger.warning("Tuning waits for a daemon: %s.", error)
             told.add(type(error))
         if rarer:
             look_s = min(2 * look_s, _LONGEST_LOOK_S)  # it may be what the training asks that kills it

@@ -58,7 +58,7 @@ def start(
 
 @daemon.command()
 def status(json_path: _Json = None) -> None:
-    """Show the daemon's version, socket, store and number of runs; exit code 1 if there is no daemon."""
+    """Show the daemon's version, socket, stores and number of runs; exit code 1 if there is no daemon."""
     check_output_path(json_path)
     with DaemonClient() as client:
         health = client.get("/v1/health")
@@ -121,7 +121,7 @@ def _told(health: dict[str, Any], path: Path) -> str:
     count = _count(health["runs"])
     private = " (private: it ends after its last run)" if health["private"] else ""
     since = f"and began {_ago(health['uptime_s'])} ago (pid {health['pid']})"
-    kept = "it keeps nothing" if health["store"] is None else f"its store is {health['store']}"
+    kept = f"its runs are kept in {', '.join(health['stores'])}" if health["stores"] else "no run has named a store yet"
     told = f"zftune {health['zftune']} serves {count} on {path} {since}, {kept}{private}"
     return "\n".join((told, *health["notices"]))
 

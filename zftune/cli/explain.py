@@ -33,8 +33,8 @@ def explain(
     Outputs(json_path, html_path, None).check()
     from rich.console import Console
 
-    from zftune.explain.document import chosen_run, explain_document
     from zftune.explain.screen import render
+    from zftune.explain.summary import chosen_run, explain_document
     from zftune.store import open_store
 
     with open_store() as store:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -195,13 +196,11 @@ def _settled(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _require_daemon(environment: Mapping[str, str]) -> None:
-    """See that a daemon is there; the training does not fail for want of one, nor of a place where it could be."""
+    """Start a daemon while the training loads its model. Where none can be, the training itself reports that, once."""
     from zftune.daemon.client.autostart import ensure_daemon
 
-    try:
+    with suppress(ZftuneError, OSError):
         ensure_daemon(environment)
-    except (ZftuneError, OSError) as error:
-        typer.echo(f"zftune: nothing is tuned until there is a daemon: {error}", err=True)
 
 
 def _steering(

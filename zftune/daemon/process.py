@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -102,48 +101,6 @@ def _is_journal(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return environment.get("JOURNAL_STREAM", "") == f"{found.st_dev}:{found.st_ino}"
 
 
-COLLECT_S = 0.2
-"""Between two calls of `collect_garbage`; 200 runs make 1,000 objects in this time."""
-_ALL_S = 600.0
-_SWITCH_S = 0.0005  # Python's own 5 ms are paid once for each thread that waits for its turn
-_AT_MOST = 100_000  # young objects: who blocks the loop that collects must not fill the memory
-_NEVER = 1_000_000
-
-
-class Garbage:
-    """Looks for garbage; call `collect` every `COLLECT_S`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._all_at_s = clock() + _ALL_S
-
-    def collect(self) -> None:
-        """Look at what has come since the last call, and now and then at everything."""
-        if self._clock() < self._all_at_s:
-            gc.collect(1)
-            return
-        gc.collect()
-        self._all_at_s = self._clock() + _ALL_S
-
-
-@contextmanager
-def few_pauses() -> Iterator[None]:
-    """Keep pauses of the interpreter short, in this process; let `Garbage` look while this holds."""
-    switch_s, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
-    sys.setswitchinterval(_SWITCH_S)
-    gc.set_threshold(_AT_MOST, _NEVER, _NEVER)
-    gc.collect()
-    if not frozen:  # else by somebody else, and who thaws thaws everything
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        gc.set_threshold(*thresholds)
-        sys.setswitchinterval(switch_s)
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -180,19 +137,17 @@ class Notifier:
 
 @contextmanager
 def hosted() -> Iterator[Sequence[Service]]:
-    """The services, with the store open for them; what is wrong with it is logged, and nothing fails for it."""
+    """The services; each run's store is opened when it comes."""
     from zftune.daemon.runs.api import Runs
     from zftune.daemon.runs.registry import Registry
     from zftune.store import open_store
-    from zftune.store.location import meant_by
 
-    with open_store() as store:
-        limits = limits_left()
-        for notice in (*store.notices, *limits):
-            _log.warning("%s", notice.rstrip("."))
-        node = Node(lambda: [brain.hello.run for brain in registry.brains() if not brain.over])
-        registry = Registry(store, kept_in=meant_by(os.environ).identity, limits=limits, disturbance=node.watch)
-        yield (Runs(registry, node),)
+    limits = limits_left()
+    for notice in limits:
+        _log.warning("%s", notice.rstrip("."))
+    node = Node(lambda: [brain.hello.run for brain in registry.brains() if not brain.over])
+    registry = Registry(open_store, limits=limits, disturbance=node.watch)
+    yield (Runs(registry, node),)
 
 
 PRIVATE_IDLE_S = 60.0
@@ -239,7 +194,7 @@ def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[S
         log_to(sys.stderr, os.environ)
         if location.source == TEMPORARY:
             _log.warning("$XDG_RUNTIME_DIR is no folder of this user, or too long: the socket is in %s", TEMPORARY)
-        with _ending_on_signals(), host() as services, few_pauses():
+        with _ending_on_signals(), host() as services:
             asyncio.run(_Daemon(options, services, claimed).run())
 
 
@@ -357,7 +312,6 @@ class _Daemon:
             yield self._end_idle(self._options.idle_s)
         if self._notifier.watchdog_s is not None:
             yield self._feed_watchdog(self._notifier.watchdog_s)
-        yield self._collect_garbage()
         if self._options.metrics_textfile is not None:
             yield self._metrics.keep_textfile(self._options.metrics_textfile)
 
@@ -366,11 +320,6 @@ class _Daemon:
         while not await self._state.stops_within(idle_s / _IDLE_CHECKS):
             if self._state.unneeded_s() >= idle_s:
                 self._stop(f"no run for {idle_s:g} s")
-
-    async def _collect_garbage(self) -> None:
-        garbage = Garbage()
-        while not await self._state.stops_within(COLLECT_S):
-            garbage.collect()
 
     async def _feed_watchdog(self, watchdog_s: float) -> None:
         while not await self._state.stops_within(watchdog_s / 3):

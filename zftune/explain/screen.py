@@ -1,4 +1,4 @@
-"""What `zftune explain` shows. All text of the store is shown as text: no markup, nothing that steers a terminal."""
+"""The screen of `zftune explain`. All text of the store is shown as text: no markup, nothing that steers a terminal."""
 
 from __future__ import annotations
 
@@ -16,36 +16,27 @@ from zftune.quality import summarized
 from zftune.store.preset_file import escaped
 from zftune.words import DECISIONS, RUN_STATES, TRAINED_ON, seconds
 
-_STYLES = {
-    "adopt": "bold green",
-    "guard": "bold red",
-    "crash": "red",
-    "abort": "yellow",
-    "void": "yellow",
-    "reopen": "yellow",
-}
-
-
-_SOURCES = {"start": "the starting point", "reference": "what others gain over"}
-_LONG, _NEWEST = 30, 8
-"""Decisions that are shown whole; of more the newest, and those that changed something."""
-_ALWAYS_TOLD = frozenset(DECISIONS) - {"start", "keep", "abort", "void", "hold", "reopen"}
+_STYLES = {"adopt": "bold green", "guard": "bold red", "crash": "red", "void": "yellow", "reopen": "yellow"}
+_MINOR = ("start", "keep", "void", "hold", "reopen", "remark", "resume")
+"""Decisions that changed nothing."""
+_CHANGES, _NEWEST, _REASONS = 6, 4, 3
+"""Lines of a screen: the last decisions that changed something, the newest ones, and reasons of rejections."""
 
 
 def render(document: Mapping[str, Any], *, verbose: bool = False) -> RenderableType:
-    """The document of a run as a screen; `verbose` has every decision with its measurements."""
+    """The document of a run as a screen; `verbose` has every decision and every measurement."""
     parts: list[RenderableType] = [*_head(document), Text("")]
     if document["decisions"] or document["history"]:
         parts += [_decisions(document, verbose=verbose), Text("")]
-    unseen = list(_unseen(document))
-    parts += [*unseen, Text("")] if unseen else []
+    rejected = list(_rejected(document, verbose=verbose))
+    parts += [*rejected, Text("")] if rejected else []
     title = "cost and gain" if document["run"] is not None else "result"
     parts.append(Panel(_text("\n".join(document["verdict"])), title=title, title_align="left"))
     return Group(*parts)
 
 
 def _head(document: Mapping[str, Any]) -> Iterator[Text]:
-    run, work = document["run"], document["workload"]
+    run, work, cost = document["run"], document["workload"], document["cost"]
     head = _text("zftune explain" if run is not None else "zftune tune", "bold")
     name = f"  {escaped(run['run_id'][:8])}" if run is not None else ""
     yield head.append(f"{name}  {escaped(work['model'] or 'your model')} on {escaped(document['device'])}")
@@ -59,10 +50,13 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
         yield _text(f"  {run['backend']}, quality {document['quality']}, began {began}{resumed}, {state}")
     if (work.get("world_size") or 1) > 1:
         yield _text(f"  {work['ranks']}; measured on rank 0, since ranks wait for each other in each step")
-    bound = words.lateness_bound(document)
-    if bound:
+    if bound := words.lateness_bound(document):
         yield _text(f"  {bound}")
-    if document.get("loss") is not None:
+    if document["budget"] is not None and document["budget"]["fixed_because"]:
+        yield _text(f"  settings that change the trajectory stay: {document['budget']['fixed_because']}")
+    if cost is not None and cost["change_s"] is not None:
+        yield _text(f"  a change of settings costs {seconds(cost['change_s'])}, part of what exploring cost")
+    if document["loss"] is not None:
         loss = document["loss"]
         yield _text(f"  loss {loss['sentence']} ({summarized(loss['count'])})")
     for notice in document["notices"]:
@@ -70,83 +64,51 @@ def _head(document: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _decisions(document: Mapping[str, Any], *, verbose: bool) -> Table:
-    """Each decision under the time of the search's clock, and under it what was measured."""
+    """Each decision under the time of the training's clock; verbose: each measurement where it was made."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(overflow="fold", ratio=1)
-    found = list(words.entries(document))
-    first = 0 if verbose or len(found) <= _LONG else len(found) - _NEWEST
-    hidden = sum(not _is_always_told(one) for one in found[:first])
-    if hidden:
-        table.add_row("", _text(f"{hidden} decisions changed nothing: zftune explain -v has them", "dim"))
-    cause: str | None = None
-    for index, one in enumerate(found):
-        if index < first and not _is_always_told(one):
-            continue
-        what, style = ("", "") if one.note is None else (subject(document, one.note), _STYLES.get(one.note["kind"], ""))
-        before, cause = cause, _cause_of_crash(document, one.note)
-        reason = one.reason if cause is None or cause != before else _crashed_too(document, one.note)
-        cell = _text(what, "bold").append(_text(reason, style))
-        measured = one.measured if verbose or len(found) <= _LONG else []
-        table.add_row(_text(seconds(one.at_s)), _with_measured(cell, measured))
+    found = document["decisions"]
+    major = [note for note in found if note["kind"] not in _MINOR][-_CHANGES:]
+    shown = [note for note in found if verbose or note in major or note in found[-_NEWEST:]]
+    rows = [(note["at_unix_s"], seconds(note["at_s"]), _decision(document, note)) for note in shown]
+    if verbose:
+        measured = document["history"]
+        rows += [(one["at_unix_s"], "", _text(f"  {words.measurement(document, one)}", "dim")) for one in measured]
+        rows.sort(key=lambda row: row[0])
+    for _, at, text in rows:
+        table.add_row(at, text)
+    if not verbose:
+        more = len(found) - len(shown)
+        what = f"{more} more decisions and every" if more else "every"
+        table.add_row("", _text(f"{what} measurement: zftune explain -v", "dim"))
     return table
 
 
-def _is_always_told(entry: words.Entry) -> bool:
-    return entry.note is not None and entry.note["kind"] in _ALWAYS_TOLD
+def _decision(document: Mapping[str, Any], note: Mapping[str, Any]) -> Text:
+    """Its setting, where it is about one, and its sentence."""
+    about = ""
+    if note["trial"] is not None and note["kind"] in ("adopt", "keep", "void", "crash"):
+        trial = document["trials"][note["trial"]]
+        about = f"Setting {note['trial']} (from the {trial['source']}). "
+    title = f"{DECISIONS.get(note['kind'], note['kind'])}: " if note["kind"] == "remark" else ""
+    return _text(title + about, "bold").append(_text(note["reason"], _STYLES.get(note["kind"], "")))
 
 
-def _cause_of_crash(document: Mapping[str, Any], note: Mapping[str, Any] | None) -> str | None:
-    """Why the setting of a decision crashed; None: it is about something else."""
-    if note is None or note["kind"] != "crash" or note["trial"] is None:
-        return None
-    found: str | None = document["trials"][note["trial"]]["reason"]
-    return found
-
-
-def _crashed_too(document: Mapping[str, Any], note: Mapping[str, Any] | None) -> str:
-    """What is said of a setting that crashed for the reason of the one before it."""
-    knobs = {} if note is None else document["trials"][note["trial"]]["knobs"]
-    return f"Crashed, and not tried again, for the same reason: {words.setting(knobs)}."
-
-
-def _with_measured(cell: Text, measured: Sequence[str]) -> Text:
-    for one in measured:
-        cell.append(f"\n  {escaped(one)}", "dim")
-    return cell
-
-
-def subject(document: Mapping[str, Any], note: Mapping[str, Any]) -> str:
-    """Which setting a decision is about; by what differs from the incumbent, unless its reason says so."""
-    if note["trial"] is None or note["kind"] not in ("adopt", "keep", "abort", "void", "crash"):
-        return ""
-    trial, incumbent = (document["trials"][note[name]] for name in ("trial", "incumbent"))
-    what = words.candidate(trial, incumbent)
-    more = "" if what in note["reason"] else f", {what}"
-    source = _SOURCES.get(trial["source"], f"from the {trial['source']}")
-    return f"Setting {trial['number']} ({source}){more}. "
-
-
-def _unseen(document: Mapping[str, Any]) -> Iterator[Text]:
-    """What was never applied, and what did not survive."""
+def _rejected(document: Mapping[str, Any], *, verbose: bool) -> Iterator[Text]:
+    """Settings that were never applied, and those without a decision of their own."""
     rejected: Sequence[Mapping[str, Any]] = document["rejected"]
     if rejected:
         count = sum(one["count"] for one in rejected)
         yield _text(f"Never applied: {count} setting{'' if count == 1 else 's'}, rejected unseen.")
-        for one in rejected:
+        for one in rejected if verbose else rejected[:_REASONS]:
             yield _text(f"  {one['count']}: {one['reason']}", "dim")
-    told = {note["trial"] for note in document["decisions"] if note["kind"] == "crash"}
-    newest = {words.identity(trial["knobs"]): trial["number"] for trial in document["trials"]}
-    for state, name in (
-        ("crashed", "Crashed, and not tried again"),
-        ("void", "Not counted"),
-        ("in_flight", "Being measured"),
-    ):
-        for trial in document["trials"]:
-            again = newest[words.identity(trial["knobs"])] != trial["number"]  # it is told of the later one
-            if trial["state"] == state and trial["number"] not in told and not (state == "void" and again):
-                why = f": {trial['reason']}" if trial["reason"] else ""
-                yield _text(f"{name}: {words.setting(trial['knobs'])}{why}.")
+    told = {note["trial"] for note in document["decisions"] if note["kind"] in ("crash", "void")}
+    states = {"crashed": "Crashed, and not tried again", "in_flight": "Being measured"}
+    for trial in document["trials"]:
+        if trial["state"] in states and trial["number"] not in told:
+            why = f": {trial['reason']}" if trial["reason"] else ""
+            yield _text(f"{states[trial['state']]}: {words.setting(trial['knobs'])}{why}.")
 
 
 def _text(text: str, style: str = "") -> Text:

@@ -1,223 +1,396 @@
-"""A run as every screen and document shows it: what its search knows, its rows in order, and its account."""
+"""A run as every screen, page and document shows it: the state of its search, its rows, and its account."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from zftune import __version__
+from zftune.errors import BadInputError
+from zftune.explain import words
+from zftune.quality import (
+    adopted_from,
+    allowed_loss_percent,
+    coverage_warning,
+    most_late_steps,
+    selected_share,
+    summary,
+)
 from zftune.store.account import Account
-from zftune.store.types import Decision, Measurement, TrialRecord, TrialState
-from zftune.tuner.evidence import Gain
-from zftune.tuner.recorder import state_adapter
-from zftune.tuner.states import OF_INCUMBENT, TRAINED_ON, SearchState
+from zftune.store.preset_file import escaped
+from zftune.store.store import facts_of, goes_on, is_written_to
+from zftune.store.types import Curve, Decision, Hardware, Measurement, Model, RunRecord, RunState, TrialRecord
+from zftune.text import slowest_rank
+from zftune.tuner.messages import sentence
+from zftune.tuner.record import state_adapter
+from zftune.tuner.states import LEARNING_RATE, TRAINED_ON, ExplorationCost, SearchOptions, SearchState, Trial
+from zftune.words import TRIALS
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
-_CLOCK_S = 1e-5  # a wall clock in seconds is not more exact than this
-_UNFINISHED = (TrialState.CRASHED, TrialState.VOID)
+SCHEMA = "zftune.explain/1"
+TUNE_SCHEMA = "zftune.tune/1"
+LAST = "last"
+_ENDS, _CONTINUES = ("stop", "guard"), ("resume", "reopen")
+_LISTS = ("trials", "decisions", "history", "rejected", "notices")
+_UNKNOWN = (
+    "run", "budget", "start", "best", "gain", "cost", "measurements", "stopped", "loss", "coverage", "curve",
+    "ranks_ms",
+)  # fmt: skip
+"""Of a search of which nothing was written down."""
+_SHOWN = 8  # digits of an id
+_MOST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One measurement; times are of the search's clock, which runs while steps are taken."""
-
-    number: int
-    """1, 2, .. in its run."""
-    trial: int
-    role: str
-    status: str
-    """"measured", "void" or "crashed"."""
-    reason: str | None
-    """Why it does not count."""
-    steps: int
-    """That count."""
-    seconds: float
-    """Of all its steps, discarded ones too."""
-    ended_s: float
-    """Since the search began."""
-    step_ms: float | None
-    incumbent: int
-    """Trial that was the incumbent."""
-    incumbent_step_ms: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
-    """One decision, and the measurements since the one before it."""
-
-    decision: Decision
-    at_s: float
-    """Since the search began, on its clock."""
-    incumbent: int
-    """Trial that was the incumbent before it."""
-    measured: tuple[int, ...]
-    """Numbers of measurements."""
-
-
-@dataclass(slots=True, kw_only=True)
 class RunSummary:
-    """A run: `RunSummary.read` makes it."""
+    """A run: `RunSummary.read` makes it, and `document` is what is shown of it."""
 
-    trials: Sequence[TrialRecord]
+    run: RunRecord
+    model: Model
+    hardware: Hardware
+    lives: bool
+    """Whether its training goes on."""
+    is_tuned: bool
+    """Whether its search does, too."""
+    rows: Sequence[TrialRecord]
+    measured: Sequence[tuple[int, Measurement]]
+    """With the number of its trial, oldest first."""
+    notes: Sequence[Decision]
+    """Oldest first."""
     state: SearchState | None
-    """What its search knows; None: it has not begun."""
+    """All that its search knows; None: it has not begun."""
     account: Account
-    measured: list[Measured]
-    decided: list[Decided]
-    ranks_ms: Sequence[float] = ()
-    """Of each rank without its waits in collectives, of the newest measurement that tells; (): none does."""
-    movement_percent: float | None = None
-    """How far a step moves the deferred weights, by the newest measurement that tells; None: none does."""
-    movement_rate: float | None = None
-    """The learning rate that this was measured at; None: not known."""
-    peak_movement: tuple[float, float | None] | None = None
-    """The largest movement that was measured, and its learning rate; None: none was."""
+    curve: Curve
 
     @classmethod
-    def read(cls, store: Store, run_id: str) -> RunSummary:
-        """A run of a store.
+    def read(cls, store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> RunSummary:
+        """A run of a store; `clock` is the wall clock, s.
 
         Raises:
             StoreError: the store could not be read.
         """
-        trials = store.trials(run_id)
-        rows = {row.trial_id: store.measurements(row.trial_id) for row in trials}
-        found = store.search_state(run_id)
-        state = None if found is None else state_adapter().validate_python(found)
-        return cls.of(trials, rows, store.decisions(run_id), state, store.account(run_id) or Account())
+        run_id, now = run.run_id, clock()
+        rows, found, lives = store.trials(run_id), store.search_state(run_id), goes_on(store, run, now)
+        measured = [(row.number, one) for row in rows for one in store.measurements(row.trial_id)]
+        model, hardware = facts_of(store, run.key)
+        return cls(
+            run=run,
+            model=model,
+            hardware=hardware,
+            lives=lives,
+            is_tuned=lives and is_written_to(store, run, now),
+            rows=rows,
+            measured=sorted(measured, key=lambda pair: pair[1].began_unix_s + _seconds(pair[1])),
+            notes=sorted(store.decisions(run_id), key=lambda one: one.at_unix_s),
+            state=None if found is None else state_adapter().validate_python(found),
+            account=store.account(run_id) or Account(),
+            curve=store.curve(run_id),
+        )
 
-    @classmethod
-    def of(
-        cls,
-        trials: Sequence[TrialRecord],
-        measurements: Mapping[int, Sequence[Measurement]],
-        decisions: Sequence[Decision],
-        state: SearchState | None,
-        account: Account,
-    ) -> RunSummary:
-        """From rows; measurements are by trial id."""
-        found = cls(trials=trials, state=state, account=account, measured=[], decided=[])
-        rows = [(trial, row) for trial in trials for row in measurements.get(trial.trial_id, ())]
-        rows.sort(key=lambda pair: pair[1].aggregates["sequence"])
-        story, next_row = _Story(found), 0
-        for decision in _in_order(decisions):
-            while next_row < len(rows) and _written(rows[next_row][1]) <= decision.at_unix_s + _CLOCK_S:
-                story.measure(*rows[next_row])
-                next_row += 1
-            story.decide(decision)
-        for pair in rows[next_row:]:
-            story.measure(*pair)
+    @property
+    def best(self) -> int:
+        """The trial whose knobs are the best so far."""
+        return 0 if self.state is None else self.state.book.incumbent_number
+
+    @property
+    def gain(self) -> dict[str, Any] | None:
+        """Of the incumbent over its reference, with two standard errors; None: nothing was adopted."""
+        book = None if self.state is None else self.state.book
+        if book is None or book.gain is None:
+            return None
+        is_start = self.rows[book.reference_number].knobs == self.rows[0].knobs
+        reference = None if is_start else dict(self.rows[book.reference_number].knobs)
+        return {"share": book.gain.share, "error": 2 * book.gain.error, "reference": reference}
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the search is over; None: it is not."""
+        ends = [one for one in self.notes if one.kind in (*_ENDS, *_CONTINUES)]
+        return sentence(ends[-1]) if ends and ends[-1].kind in _ENDS else None
+
+    def document(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        run, key = self.run, self.run.key
+        ranks_ms = () if self.state is None else self.state.ranks_ms
+        rejected = [trial for trial in self.trials() if trial["state"] == "rejected"]
+        slowest = slowest_rank(dict(enumerate(ranks_ms)))
+        document = {
+            "schema": SCHEMA,
+            "zftune": __version__,
+            "run": self._run(),
+            "device": self.hardware.gpu or self.hardware.cpu_model or self.hardware.hw_id,
+            "rig": None if self.hardware.rig is None else {"name": self.hardware.rig},
+            "workload": {
+                "model": self.model.name or self.model.model_id,
+                "parameters": self.model.parameters,
+                "micro_batch": key.micro_batch or None,
+                "sequence": key.sequence or None,
+                "dtype": key.dtype,
+                "world_size": key.world_size,
+                "nodes": key.nodes,
+                "shards": key.shards,
+                "ranks": key.ranks,
+                "learning_rate": run.settings.get(LEARNING_RATE),
+            },
+            "quality": key.quality,
+            "ranks_ms": list(ranks_ms) or None,
+            "budget": self._budget(),
+            "interrupted": self.stopped is not None and run.state is RunState.LOST,
+            "start": self.trials()[0] if self.rows else None,
+            "best": self.trials()[self.best] if self.rows else None,
+            "gain": self.gain,
+            "cost": self._cost(),
+            "measurements": 0 if self.state is None else self.state.measurements,
+            "stopped": self.stopped,
+            "trials": self.trials(),
+            "decisions": self.decisions(),
+            "history": self._history(),
+            "rejected": words.rejected(rejected),
+            **self._quality(),
+        }
+        document["notices"] += [] if slowest is None else [slowest]
+        return {**document, "verdict": words.verdict(document)}
+
+    def trials(self) -> list[dict[str, Any]]:
+        """Every setting that was thought of."""
+        return [self._trial(row) for row in self.rows]
+
+    def _trial(self, row: TrialRecord) -> dict[str, Any]:
+        known: Trial | None = None
+        if self.state is not None and row.number < len(self.state.book.trials):
+            known = self.state.book.trials[row.number]
+        late, ratio = words.staleness_steps(row.knobs), row.knobs.get("topk_ratio")
+        cost = None
+        if self.state is not None and self.state.movement and late is not None and isinstance(ratio, int | float):
+            cost = (1 - selected_share(ratio)) * late
+        elif row.number and row.constraint is not None and row.state.value != "rejected":
+            cost = (1 + row.constraint) * float(self.run.settings.get("budget_steps") or 0.0) or None
+        return {
+            "number": row.number,
+            "knobs": dict(row.knobs),
+            "source": row.source,
+            "state": row.state.value,
+            "fate": self._fate(row),
+            "reason": row.reason or (known.reason if known is not None else "") or None,
+            "step_ms": None if known is None or self.state is None else self.state.book.step_ms(known),
+            "predicted_step_ms": row.predicted_step_ms,
+            "staleness_steps": late,
+            "quality_cost_steps": cost,
+            "constraint": row.constraint,
+        }
+
+    def _fate(self, row: TrialRecord) -> str:
+        """What became of a setting, in a word or two; nothing is claimed of one that was not compared."""
+        decided = {note.kind for note in self.notes if note.trial == row.number}
+        if row.state.value != "measured":
+            return TRIALS[row.state.value]
+        if row.number == self.best:
+            return "kept"
+        if row.source == "start":
+            return "start"
+        if "rollback" in decided:
+            return "rolled back"
+        if "adopt" in decided:
+            return "adopted before"
+        if "keep" in decided:
+            return "compared again" if row.source == "reference" else "not adopted"
+        return "not compared"
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """What was decided, and why, oldest first."""
+        return [
+            {
+                "kind": one.kind,
+                "reason": sentence(one),
+                "trial": one.trial,
+                "details": dict(one.details),
+                "step": one.step,
+                "at_unix_s": one.at_unix_s,
+                "at_s": one.details.get("elapsed_s", 0.0),
+            }
+            for one in self.notes
+        ]
+
+    def _history(self) -> list[dict[str, Any]]:
+        """Every measurement, oldest first."""
+        found = []
+        for number, (trial, one) in enumerate(self.measured, 1):
+            seconds = _seconds(one)
+            found.append(
+                {
+                    "number": number,
+                    "trial": trial,
+                    "role": one.role,
+                    "status": "measured" if one.void_reason is None else "void",
+                    "reason": one.void_reason,
+                    "steps": one.steps,
+                    "step_ms": one.step_ms or None,
+                    "seconds": seconds,
+                    "at_unix_s": one.began_unix_s + seconds,
+                }
+            )
         return found
 
-    @property
-    def incumbent(self) -> int:
-        """The trial whose knobs are the best so far."""
-        return 0 if self.state is None else self.state.incumbent
+    def _run(self) -> dict[str, Any]:
+        run = self.run
+        state = RunState.RUNNING if self.lives else RunState.LOST if run.state is RunState.RUNNING else run.state
+        last = next((one for one in reversed(self.notes) if TRAINED_ON in one.details or one.kind == "resume"), None)
+        return {
+            "run_id": run.run_id,
+            "state": "ended" if state is RunState.LOST else state.value,
+            "trained_on": state is RunState.FINISHED and last is not None and TRAINED_ON in last.details,
+            "tuned": self.is_tuned,
+            "backend": run.key.backend,
+            "stage": run.key.stage,
+            "model_id": run.key.model_id,
+            "hw_id": run.key.hw_id,
+            "began_unix_s": run.began_unix_s,
+            "ended_unix_s": run.ended_unix_s,
+            "resumed": len(self.account.earlier),
+            "usable_cores": run.usable_cores,
+            "settings": dict(run.settings),
+            "versions": dict(run.versions),
+        }
 
-    @property
-    def gain(self) -> Gain | None:
-        """Of the incumbent over the starting point, or over what had to take its place; None: it is one of these."""
-        return None if self.state is None else self.state.gain
+    def _cost(self) -> dict[str, Any]:
+        total, options = self.account.total, SearchOptions()
+        changes = [] if self.state is None else self.state.cost.changes_s
+        limit = ExplorationCost(options.cost_share, options.cost_floor_s, elapsed_s=total.seconds)
+        share = 0.0 if self.state is None or self.state.book.gain is None else self.state.book.gain.share
+        return {
+            "spent_s": total.spent_s,
+            "allowed_s": limit.allowed_s,
+            "elapsed_s": total.seconds,
+            "change_s": fmean(changes) if changes else None,
+            "steps": total.steps or None,
+            "tokens": total.tokens_told,
+            "saved_s": total.saved_s,
+            "break_even_s": self.account.break_even_s,
+            "remaining_s": self.account.remaining_s(share),
+        }
 
-    @property
-    def reference(self) -> dict[str, Any] | None:
-        """The knobs that `gain` is over; None: those of the starting point."""
-        number = 0 if self.state is None else self.state.reference
-        is_start = not self.trials or self.trials[number].knobs == self.trials[0].knobs
-        return None if is_start else dict(self.trials[number].knobs)
-
-    @property
-    def measurements(self) -> int:
-        """That count."""
-        return 0 if self.state is None else self.state.measurements
-
-    @property
-    def trained_on(self) -> bool:
-        """Whether the training went on when its tuning ended."""
-        for one in reversed(self.decided):
-            if TRAINED_ON in one.decision.details or one.decision.kind == "resume":
-                return TRAINED_ON in one.decision.details
-        return False
-
-    def step_ms(self, trial: int) -> float | None:
-        """Mean of a trial's blocks; None: it has none."""
-        if self.state is None or trial >= len(self.state.trials) or not self.state.trials[trial].blocks:
+    def _budget(self) -> dict[str, Any] | None:
+        """What bounds lateness, by the newest movement of the weights."""
+        settings, quality = self.run.settings, self.run.key.quality
+        steps, movement, rate = (settings.get(name) for name in ("budget_steps", "movement_percent", "movement_rate"))
+        if steps is None:
             return None
-        return math.exp(self.state.trials[trial].log_us) * self.state.tokens / 1e3
+        if movement is not None and self.state is not None and self.state.movement is not None:
+            movement, rate = self.state.movement
+            steps = most_late_steps(quality, movement)
+        return {
+            "steps": steps,
+            "fixed_because": settings.get("fixed_because"),
+            "movement_percent": movement,
+            "movement_learning_rate": rate,
+            "expected_loss_percent": None if movement is None else allowed_loss_percent(quality, movement)[0],
+        }
 
-    def reason(self, row: TrialRecord) -> str | None:
-        """Why a trial was rejected, or not measured to its end; None: it was neither."""
-        if row.reason or row.state not in _UNFINISHED:
-            return row.reason
-        return next((one.reason for one in reversed(self.measured) if one.trial == row.number and one.reason), None)
-
-
-class _Story:
-    """Takes the rows of a run in order."""
-
-    def __init__(self, summary: RunSummary) -> None:
-        self._summary = summary
-        self._at_s = 0.0
-        self._incumbent = 0
-        self._incumbent_ms: float | None = None
-        self._since: list[int] = []
-
-    def measure(self, trial: TrialRecord, row: Measurement) -> None:
-        """Take in the next measurement."""
-        summary, about = self._summary, row.aggregates
-        every = [*row.steps_ms, *about["discarded_ms"]]
-        self._at_s = max(self._at_s, about.get("at_s", 0.0))
-        summary.ranks_ms = about.get("ranks_ms", summary.ranks_ms)
-        if "movement_percent" in about:
-            self._move(about["movement_percent"], about.get("movement_rate"))
-        if about["status"] == "measured" and row.role in OF_INCUMBENT:
-            self._incumbent_ms = row.step_ms
-        mean_ms = sum(every) / len(every) if every else None
-        one = Measured(
-            number=len(summary.measured) + 1, trial=trial.number, role=row.role, status=about["status"],
-            reason=row.void_reason, steps=row.steps, seconds=sum(every) / 1e3, ended_s=self._at_s,
-            step_ms=row.step_ms or mean_ms, incumbent=self._incumbent, incumbent_step_ms=self._incumbent_ms,
-        )  # fmt: skip
-        summary.measured.append(one)
-        self._since.append(one.number)
-
-    def _move(self, percent: float, rate: float | None) -> None:
-        summary = self._summary
-        summary.movement_percent, summary.movement_rate = percent, rate
-        if summary.peak_movement is None or percent > summary.peak_movement[0]:
-            summary.peak_movement = percent, rate
-
-    def decide(self, decision: Decision) -> None:
-        """Take in the next decision."""
-        before = self._incumbent
-        self._at_s = max(self._at_s, decision.details.get("elapsed_s", 0.0))
-        if decision.kind in ("adopt", "memory", "movement") and decision.trial is not None:
-            self._incumbent = decision.trial
-        elif decision.kind == "guard":
-            self._incumbent = 0
-        elif decision.kind == "rollback":
-            self._incumbent = int(decision.details.get("pinned", 0))
-        since = () if decision.kind == "remark" else tuple(self._since)
-        self._summary.decided.append(Decided(decision=decision, at_s=self._at_s, incumbent=before, measured=since))
-        if decision.kind != "remark":  # nothing follows from one, nor does it from what was measured
-            self._since = []
+    def _quality(self) -> dict[str, Any]:
+        """How the training went beside its speed."""
+        curve, rows = self.curve, self.rows
+        knobs = curve.changes[-1].knobs if curve.changes else self.run.knobs
+        losses = summary([point.loss for point in curve.points if point.loss is not None])
+        since = curve.changes[-1].step if curve.changes else 0
+        held = [one.coverage for one in curve.points if one.coverage is not None and one.step - one.steps >= since]
+        covered = fmean(held) if held else None  # under the present knobs: others, which were tried, select others
+        start = adopted_from(knobs, rows[0].knobs, rows[self.best].knobs) if rows else None
+        warning = coverage_warning(covered, knobs, start)
+        return {
+            "loss": None if losses is None else {**asdict(losses), "sentence": str(losses)},
+            "coverage": covered,
+            "curve": {name: list(points) for name, points in asdict(curve).items()},
+            "notices": [] if warning is None else [warning],
+        }
 
 
-def _in_order(decisions: Sequence[Decision]) -> list[Decision]:
-    """As they were made: a remark may have been written down at the end of its run. A clock that was set moves none."""
-    found: list[Decision] = []
-    for one in decisions:
-        at = len(found)
-        while one.kind == "remark" and at and found[at - 1].at_unix_s > one.at_unix_s:
-            at -= 1
-        found.insert(at, one)
-    return found
+def _seconds(measurement: Measurement) -> float:
+    """Of all its steps: it was written down at its end."""
+    discarded_ms: list[float] = measurement.aggregates.get("discarded_ms", [])
+    return (sum(measurement.steps_ms) + sum(discarded_ms)) / 1e3
 
 
-def _written(row: Measurement) -> float:
-    """Wall clock at its end, when it was written down."""
-    discarded_ms: list[float] = row.aggregates["discarded_ms"]
-    return row.began_unix_s + (sum(row.steps_ms) + sum(discarded_ms)) / 1e3
+def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> dict[str, Any]:
+    """Everything about a run.
+
+    Raises:
+        StoreError: the store could not be read.
+    """
+    return RunSummary.read(store, run, clock).document()
+
+
+def tune_document(
+    store: Store, run_id: str | None, about: Mapping[str, Any], notices: Sequence[str], conclusion: str
+) -> dict[str, Any]:
+    """The document of `zftune tune --json`: that of `zftune explain --json`, and what only the command knows.
+
+    `about` has "device", "rig", "workload", "quality", "interrupted"; `conclusion` is the result where nothing was
+    written down (`run_id` None).
+
+    Raises:
+        StoreError: the store could not be read.
+    """
+    if run_id is None:
+        found: dict[str, Any] = {"zftune": __version__, **dict.fromkeys(_UNKNOWN), **{name: [] for name in _LISTS}}
+    else:
+        found = explain_document(store, next(one for one in store.runs() if one.run_id == run_id))
+    document = {**found, **about, "schema": TUNE_SCHEMA, "notices": [*found["notices"], *notices]}
+    return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
+
+
+def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
+    """The run of an id or its beginning, or with "last" the one that trained last and measured something.
+
+    Returns:
+        The run, and a sentence where others trained after it, although the last was asked for.
+
+    Raises:
+        BadInputError: there is no such run, or there are several; names those that are near.
+        StoreError: the store could not be read.
+    """
+    now, shown = time.time(), escaped(name)[:80]
+
+    def until(run: RunRecord) -> tuple[float, float]:
+        """One that goes on before all, one that was resumed by its later end."""
+        if run.ended_unix_s is not None:
+            return run.ended_unix_s, run.began_unix_s
+        return math.inf if goes_on(store, run, now) else run.began_unix_s, run.began_unix_s
+
+    runs = sorted(store.runs(), key=until, reverse=True)
+    if not runs:
+        raise BadInputError(f"RUN '{shown}': the store has no runs yet, `zftune run --online` makes one")
+    if name == LAST:
+        last = next((run for run in runs if _has_measured(store, run)), runs[0])
+        before = runs.index(last)
+        newer = f"run {_ids(runs[:1])}" if before == 1 else f"{before} runs"
+        told = f"This is the last run with a measurement; {newer} after it measured nothing."
+        return last, told if before else None
+    found = [run for run in runs if name and run.run_id.startswith(name)]
+    if len(found) == 1:
+        return found[0], None
+    if found:
+        raise BadInputError(f"RUN '{shown}': {len(found)} runs begin with that: {_ids(found)}")
+    from zenflow.names import near_names
+
+    ids = [run.run_id[:_SHOWN] for run in runs]
+    near = near_names(name[:_SHOWN], ids, 0.4) or ids
+    raise BadInputError(
+        f"RUN '{shown}' is not in the store; give an id, its beginning or 'last' (near: {', '.join(near[:_MOST])})"
+    )
+
+
+def _has_measured(store: Store, run: RunRecord) -> bool:
+    return any(store.measurements(trial.trial_id) for trial in store.trials(run.run_id))
+
+
+def _ids(runs: Sequence[RunRecord]) -> str:
+    """Beginnings that tell the runs apart."""
+    length = next(n for n in range(_SHOWN, 65) if len({run.run_id[:n] for run in runs}) == len(runs))
+    ids = [run.run_id[:length] for run in runs]
+    return ", ".join(ids[:_MOST]) + ("" if len(ids) <= _MOST else f" and {len(ids) - _MOST} more")

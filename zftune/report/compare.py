@@ -23,8 +23,7 @@ from zftune.quality import figure
 from zftune.report.tables import Setting, changed_settings, crowded, is_workload, warnings_about
 from zftune.report.values import Document, figures, shown
 from zftune.text import ms, number, percent
-from zftune.tuner.blocks import error_of_mean
-from zftune.tuner.evidence import ERRORS
+from zftune.tuner.evidence import ERRORS, error_of_mean
 
 _OF_MEDIAN = 1.2533
 """Standard error of a median over that of a mean, for a normal distribution."""

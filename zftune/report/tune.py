@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from zftune.explain import words
 from zftune.report.html import about_rig, details, foot, page, section
 from zftune.report.tables import table, tiles
-from zftune.report.tune_knobs import importance_chart, knobs_chart, plane_chart
+from zftune.report.tune_knobs import knobs_chart, plane_chart
 from zftune.report.values import Chart, axis, layout
 from zftune.text import amount, ms, number, percent
 from zftune.tuner.states import OF_INCUMBENT
@@ -20,7 +20,6 @@ from zftune.words import DECISIONS, seconds
 
 KINDS = {
     "best so far": ("#8C8C8C", "circle", 8),
-    "best so far, while waiting": ("#8C8C8C", "circle-open", 6),
     "not adopted": ("#56B4E9", "circle", 10),
     "adopted": ("#009E73", "circle", 12),
     "guard": ("#D55E00", "triangle-up", 11),
@@ -38,12 +37,12 @@ def history_chart(document: Document) -> Chart | None:
         return None
     look = axis("measurement", tickformat="d", nticks=13, range=[rows[0]["number"] - 0.6, rows[-1]["number"] + 0.6])
     figure = go.Figure(layout=layout(380, xaxis=look, yaxis=axis("ms a step"), hovermode="closest"))
-    known = [row for row in rows if row["incumbent_step_ms"] is not None]
+    known = [row for row in rows if row["kind"] == "best so far"]
     figure.add_trace(
         go.Scatter(
             name="step time of the best so far",
             x=[row["number"] for row in known],
-            y=[row["incumbent_step_ms"] for row in known],
+            y=[row["step_ms"] for row in known],
             mode="lines",
             line={"color": _LINE, "width": 2, "shape": "hv"},
             hoverinfo="skip",
@@ -61,16 +60,16 @@ def history_chart(document: Document) -> Chart | None:
 
 def measured(document: Document) -> list[dict[str, Any]]:
     """Every measurement with what came of it as "kind"."""
-    decided = {number: note["kind"] for note in document["decisions"] for number in note["measured"]}
-    return [{**row, "kind": _kind(row, decided.get(row["number"]))} for row in document["history"]]
+    decided = {(note["kind"], note["trial"]) for note in document["decisions"]}
+    return [{**row, "kind": _kind(row, decided)} for row in document["history"]]
 
 
-def _kind(row: Mapping[str, Any], decision: str | None) -> str:
+def _kind(row: Mapping[str, Any], decided: Container[tuple[str, int]]) -> str:
     if row["status"] != "measured":
-        return "crashed" if row["status"] == "crashed" else "did not count"
+        return "crashed" if ("crash", row["trial"]) in decided else "did not count"
     if row["role"] in OF_INCUMBENT:
-        return "best so far, while waiting" if row["role"] == "hold" else "best so far"
-    return "adopted" if decision == "adopt" else "not adopted"
+        return "best so far"
+    return "adopted" if ("adopt", row["trial"]) in decided else "not adopted"
 
 
 def _marks(document: Document, kind: str, rows: Sequence[Mapping[str, Any]]) -> go.Scatter:
@@ -78,7 +77,7 @@ def _marks(document: Document, kind: str, rows: Sequence[Mapping[str, Any]]) -> 
     return go.Scatter(
         name=kind,
         x=[row["number"] for row in rows],
-        y=[row["incumbent_step_ms"] if row["step_ms"] is None else row["step_ms"] for row in rows],
+        y=[row["step_ms"] or 0.0 for row in rows],
         mode="markers",
         marker={"color": colour, "symbol": symbol, "size": size, "line": {"width": 2 if "open" in symbol else 0.5}},
         customdata=[[_hover(document, row)] for row in rows],
@@ -96,8 +95,8 @@ def _hover(document: Document, row: Mapping[str, Any]) -> str:
 
 def _lines(figure: go.Figure, document: Document) -> None:
     for note in document["decisions"]:
-        after = max(note["measured"], default=None)
-        if after is not None and note["kind"] in ("adopt", "guard"):
+        if note["kind"] in ("adopt", "guard"):
+            after = sum(row["at_unix_s"] <= note["at_unix_s"] for row in document["history"])
             colour = KINDS["adopted"][0] if note["kind"] == "adopt" else KINDS["guard"][0]
             figure.add_vline(x=after + 0.5, line={"color": colour, "width": 1, "dash": "dot"})
 
@@ -222,8 +221,6 @@ def _counts(document: Document) -> tuple[str, str]:
 
 
 def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
-    importance: Chart | str = importance_chart(document) if document["start"] is not None else "Nothing was measured."
-    why = importance if isinstance(importance, str) else ""
     found = (
         ("history", "Search history", _HISTORY, history_chart(document), "Nothing was measured."),
         ("curve", "The training meanwhile", _CURVE, curve_chart(document), ""),
@@ -235,7 +232,6 @@ def _charts(document: Document) -> dict[str, tuple[str, Chart | None]]:
             knobs_chart(document) if document["best"] else None,
             _SAME,
         ),
-        ("importance", "What matters", _IMPORTANCE, None if isinstance(importance, str) else importance, why),
     )
     return {
         name: (section(name, title, lead, chart, empty), chart)
@@ -254,7 +250,6 @@ _PLANE = (
     "Settings that differ otherwise stand beside each other."
 )
 _KNOBS = "Measured settings, whatever their other values were."
-_IMPORTANCE = "How much the fastest settings differ from the others in each value (PED-ANOVA): with few a rough guide."
 _SAME = "No other value was varied."
 
 
@@ -273,14 +268,14 @@ def _tables(document: Document) -> Iterator[str]:
     if document["decisions"]:
         yield details("Decisions", _decisions(document), is_open=True)
     if tried:
-        yield details("Settings", _trials(document, tried), is_open=True)
+        yield details("Settings", _trials(tried), is_open=True)
     if unseen:
         reasons = table(
             ("settings", "why"), [(str(one["count"]), one["reason"]) for one in document["rejected"]], ("value",)
         )
         if document["rejected"]:
             yield details("Why settings were rejected unseen", reasons, is_open=True)
-        yield details("Settings that were rejected unseen", _trials(document, unseen), is_open=False)
+        yield details("Settings that were rejected unseen", _trials(unseen), is_open=False)
     if document["notices"]:
         lines = "".join(f'<p class="note">{escape(notice)}</p>' for notice in document["notices"])
         yield details("Notices", lines, is_open=True)
@@ -288,22 +283,19 @@ def _tables(document: Document) -> Iterator[str]:
 
 def _decisions(document: Document) -> str:
     rows: list[Sequence[str]] = []
-    for one in words.entries(document):
-        kind = "" if one.note is None else DECISIONS.get(one.note["kind"], one.note["kind"])
-        setting = "" if one.note is None or one.note["trial"] is None else str(one.note["trial"])
-        rows.append((seconds(one.at_s), kind, setting, one.reason, "; ".join(one.measured)))
-    heads = ("at", "decision", "setting", "reason", "measured")
-    return table(heads, rows, ("value", "", "value", "", "source"))
+    for note in document["decisions"]:
+        setting = "" if note["trial"] is None else str(note["trial"])
+        rows.append((seconds(note["at_s"]), DECISIONS.get(note["kind"], note["kind"]), setting, note["reason"]))
+    return table(("at", "decision", "setting", "reason"), rows, ("value", "", "value", ""))
 
 
-def _trials(document: Document, trials: Sequence[Mapping[str, Any]]) -> str:
-    fates = words.fates(document)
+def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
     heads = ("", "setting", "by", "measured", "planner", "mean staleness", "weighted staleness", "state", "why")
-    rows = [_trial(trial, fates[trial["number"]]) for trial in trials]
+    rows = [_trial(trial) for trial in trials]
     return table(heads, rows, ("value", "", "", "value", "value", "value", "value", "", "source"))
 
 
-def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
+def _trial(trial: Mapping[str, Any]) -> Sequence[str]:
     return (
         str(trial["number"]),
         words.setting(trial["knobs"]),
@@ -312,7 +304,7 @@ def _trial(trial: Mapping[str, Any], fate: str) -> Sequence[str]:
         _ms(trial["predicted_step_ms"]),
         _steps(trial["staleness_steps"]),
         _steps(trial["quality_cost_steps"]),
-        fate,
+        str(trial["fate"]),
         trial["reason"] or "",
     )
 

@@ -1,9 +1,8 @@
-"""Step time over the knobs of a search, with what the quality allows, and which of the knobs matters."""
+"""Step time over the knobs of a search."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -14,15 +13,13 @@ from plotly.subplots import make_subplots
 
 from zftune.explain import words
 from zftune.report.values import Chart, axis, layout
-from zftune.text import number
 from zftune.words import value
 
 Document = Mapping[str, Any]
 
 _EDGE, _UNSEEN = "rgba(128,128,128,0.9)", "rgba(140,140,140,0.75)"
 _CHOSEN, _START = "#D55E00", "#CC79A7"
-_FORBIDDEN, _LAGS = "rgba(128,128,128,0.34)", "rgba(128,128,128,0.15)"
-_BAR = _POINT = "#1B7FC4"
+_POINT = "#1B7FC4"
 _SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)
 _INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _SLOWEST = 1.5  # times the fastest: slower ones share a colour
@@ -31,7 +28,7 @@ _STRIP_PX, _GAP_PX, _TOP_PX, _BOTTOM_PX = 120, 58, 34, 30
 
 
 def plane_chart(document: Document) -> Chart | None:
-    """Settings over k and S, coloured by step time, with what the quality forbids; None: one of both did not vary."""
+    """Settings over k and S, coloured by step time; None: one of both did not vary."""
     trials = [trial for trial in document["trials"] if _is_placed(trial)]
     shares, intervals = ({trial["knobs"][name] for trial in trials} for name in ("topk_ratio", "update_interval"))
     if len(shares) < 2 or len(intervals) < 2:
@@ -53,50 +50,12 @@ def plane_chart(document: Document) -> Chart | None:
             hovermode="closest",
         )
     )  # fmt: skip
-    legend = _region(figure, document, top)
-    legend |= _placed(figure, document, trials)
-    return Chart(figure, legend, [] if document["feasible"] else [_no_region(document)])
+    return Chart(figure, _placed(figure, document, trials), [])
 
 
 def _is_placed(trial: Mapping[str, Any]) -> bool:
     k, interval = (trial["knobs"].get(name) for name in ("topk_ratio", "update_interval"))
     return isinstance(k, int | float) and k >= 0 and isinstance(interval, int) and interval >= 1
-
-
-def _no_region(document: Document) -> str:
-    budget = document["budget"]
-    if budget is not None and budget["fixed_because"]:
-        return f"No region is shaded: settings that change the trajectory stay, {budget['fixed_because']}."
-    return "No region is shaded: what the quality allows was not recorded."
-
-
-def _region(figure: go.Figure, document: Document, top: float) -> dict[str, str]:
-    limits = document["feasible"] or ()
-    if not limits:
-        return {}
-    x = [math.sqrt(one["topk_ratio"]) for one in limits]
-    longest = [_height(one["update_interval"], top) for one in limits]
-    any_lag = [_height(one["with_any_lag"], top) for one in limits]
-    names = {"outside the quality": _FORBIDDEN, "allowed with less lag": _LAGS}
-    edges = ([top] * len(x), longest), (longest, any_lag)
-    for (name, fill), (upper, lower) in zip(names.items(), edges, strict=True):
-        figure.add_trace(
-            go.Scatter(
-                name=name,
-                x=[*x, *reversed(x)],
-                y=[*upper, *reversed(lower)],
-                mode="lines",
-                line={"width": 0},
-                fill="toself",
-                fillcolor=fill,
-                hoverinfo="skip",
-            )
-        )
-    return names
-
-
-def _height(interval: float, top: float) -> float:
-    return min(top, math.log2(interval)) if interval > 0.76 else -0.4
 
 
 def _placed(figure: go.Figure, document: Document, trials: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -232,58 +191,3 @@ def _title(figure: go.Figure, row: int, text: str) -> None:
         text=text, xref="paper", yref=f"y{suffix} domain", x=0, y=1, yshift=4, xanchor="left", yanchor="bottom",
         showarrow=False, font={"size": 12},
     )  # fmt: skip
-
-
-# --- importance -------------------------------------------------------------------------------------------------------
-
-
-def importance_chart(document: Document) -> Chart | str:
-    """Bars, or why there are none."""
-    from zftune.tuner.optuna_export import LEAST, importances
-
-    settings, times, count = told(document)
-    if count < LEAST:
-        have = "setting has" if count == 1 else "settings have"
-        return f"What matters cannot be told: {count} {have} a step time, and {LEAST} are needed."
-    shares = importances(settings, times)
-    if shares is None:
-        return "No setting stands out: the fastest ones have the same values as the others."
-    rows = list(reversed(shares.items()))
-    figure = go.Figure(
-        layout=layout(
-            60 + 30 * len(rows),
-            xaxis=axis("share of the differences, %", range=[0, 112], tickvals=[0, 25, 50, 75, 100]),
-            yaxis=axis(type="category"),
-            margin={"l": 8, "r": 12, "t": 8, "b": 44},
-            bargap=0.35,
-        )
-    )
-    figure.add_trace(
-        go.Bar(
-            name="importance",
-            orientation="h",
-            x=[100 * share for _, share in rows],
-            y=[escape(name) for name, _ in rows],
-            marker={"color": _BAR},
-            text=[f"{number(round(100 * share, 1))}%" for _, share in rows],
-            textposition="outside",
-            hovertemplate="%{y}: %{x:.1f}%<extra></extra>",
-        )
-    )
-    more = len(settings) - count
-    predicted = f" and the planner's predictions of {more} more" if more else ""
-    return Chart(figure, {}, [f"From the times of {count} settings{predicted}."])
-
-
-def told(document: Document) -> tuple[list[dict[str, Any]], list[float], int]:
-    """Knobs and step times that the search knew; how many of them, the first ones, were measured."""
-    timed = [trial for trial in document["trials"] if trial["step_ms"] is not None]
-    ratios = [trial["step_ms"] / trial["predicted_step_ms"] for trial in timed if trial["predicted_step_ms"]]
-    scale = statistics.median(ratios) if ratios else 1.0  # what the planner does not know, all share
-    seen = [trial for trial in document["trials"] if trial["state"] == "rejected" and trial["predicted_step_ms"]]
-    times = [trial["step_ms"] for trial in timed] + [scale * trial["predicted_step_ms"] for trial in seen]
-    return [_plain(trial["knobs"]) for trial in (*timed, *seen)], times, len(timed)
-
-
-def _plain(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in knobs.items() if one is None or isinstance(one, int | float | str)}

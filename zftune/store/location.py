@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -39,16 +38,9 @@ class Location:
     """How to call it, without a user's name or a password."""
 
     @property
-    def identity(self) -> str:
-        """What all processes that mean this database call it: the real path of a file; no user's name, no password."""
-        if self.path is not None:
-            real = os.path.realpath(self.path) if self.path.is_absolute() else self.path
-            return os.fsencode(real).decode("utf-8", "backslashreplace")
-        if self.url is not None:
-            kind = self.url.partition("://")[0].partition("+")[0]
-            where = masked(self.url).partition("://")[2]
-            return f"{kind} server {hashlib.sha256(where.encode(errors='surrogateescape')).hexdigest()[:8]}"
-        return "memory"
+    def value(self) -> str:
+        """What `zftune.store.open_store` opens it by, in whatever folder; it may have a password."""
+        return os.path.realpath(self.path) if self.path is not None else self.url or "sqlite://"
 
 
 def masked(url: str) -> str:

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
@@ -331,10 +331,6 @@ _MIGRATION_S = 60.0
 _T = TypeVar("_T")
 _ATTEMPTS = 10  # of as many processes that save a preset of one name at once, the last
 _PAUSES_S = (0.1, 0.25, 0.5, 1.0)
-_TRANSACTION = text("SELECT txid_current_if_assigned()")
-_STATUS = text("SELECT txid_status(:number)")
-_FUTURE = "22023"
-"""What it says of a transaction's number that it has not given away: it was lost with all that it wrote."""
 
 
 class Database:
@@ -373,20 +369,18 @@ class Database:
         """
         pauses, clashes = iter(_PAUSES_S), 0
         while True:
-            result, number, written = None, None, _Written()
+            commits = False
             try:
                 with self._turn, Session(self._writing, expire_on_commit=False) as session, session.begin():
-                    event.listen(session, "after_flush", written.look)
                     result = work(session)
                     session.flush()
-                    number = self._number_of(session)
-                    written.remember()
+                    commits = True
                 return result
             except SQLAlchemyError as error:
-                lost, clashes = is_lost(error), clashes + is_clash(error)
-                if lost and number is not None and self._was_kept(number, written, error):
-                    return cast("_T", result)
-                again = is_clash(error) or (lost and (number is not None or self._wait(pauses)))
+                clashes += is_clash(error)
+                if is_lost(error) and commits:
+                    raise self._failed("was lost during a write, and may have kept it", error) from error
+                again = is_clash(error) or (is_lost(error) and self._wait(pauses))
                 if not again or clashes == _ATTEMPTS:
                     raise self._failed("could not be written", error) from error
 
@@ -417,61 +411,11 @@ class Database:
         ended: bool = self._patience.hurry.wait(min(left_s, next(pauses, _PAUSES_S[-1])))
         return not ended
 
-    def _number_of(self, session: Session) -> int | None:
-        """Of a server's transaction that has written: where its connection is lost, the server is asked about it."""
-        return session.scalar(_TRANSACTION) if self.is_server else None
-
-    def _was_kept(self, number: int, written: _Written, error: SQLAlchemyError) -> bool:
-        """Whether a transaction was committed, the answer to whose commit was lost.
-
-        Raises:
-            StoreError: nobody can say.
-        """
-        pauses, status = iter(_PAUSES_S), "in progress"
-        while status == "in progress":
-            try:
-                with Session(self.engine) as session:
-                    status = session.execute(_STATUS, {"number": number}).scalar() or "unknown"
-                    if status == "committed" and not written.is_there(session):
-                        status = "another one's"  # a server that was killed gives the number away again
-            except SQLAlchemyError as again:
-                if _sqlstate(again) == _FUTURE:
-                    return False
-                if not is_lost(again):
-                    raise self._failed("could not be read", again) from again
-            if status == "in progress" and not self._wait(pauses):
-                raise self._failed("was lost in the midst of a write, and whether that was kept is not known", error)
-        return status == "committed"
-
     def _failed(self, what: str, error: SQLAlchemyError) -> StoreError:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")
 
 
-class _Written:
-    """A row that a transaction writes, by which it is known again."""
-
-    def __init__(self) -> None:
-        self._row: Any = None
-        self._values: dict[str, Any] = {}
-
-    def look(self, session: Session, _: object) -> None:
-        """Take the last one of a flush."""
-        for row in (*session.new, *session.dirty):
-            self._row = row if session.is_modified(row) else self._row
-
-    def remember(self) -> None:
-        """Keep what is in it before a rollback takes that away."""
-        if self._row is not None:
-            self._values = {name: getattr(self._row, name) for name in inspect(type(self._row)).column_attrs.keys()}  # noqa: SIM118 - its elements are no names
-            self._key = inspect(self._row).identity
-
-    def is_there(self, session: Session) -> bool:
-        """Whether it is in the database as it was written; also where nothing was."""
-        found = session.get(type(self._row), self._key) if self._values else None
-        return not self._values or all(getattr(found, name, None) == one for name, one in self._values.items())
-
-
-HEAD = "0002"
+HEAD = "0003"
 """Of `migrations/versions`; Alembic is imported only where the tables have to be made."""
 MIGRATIONS = Path(__file__).with_name("migrations")
 

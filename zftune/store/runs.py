@@ -55,11 +55,6 @@ from zftune.store.types import (
 
 _OPEN = (TrialState.PLANNED, TrialState.IN_FLIGHT)
 _CRASH = "the run ended without goodbye while this setting was in flight"
-_CRASHED = f"Crashed, and not tried again: {_CRASH}."
-_SURVIVED = (
-    "The run ended without goodbye while a setting was tried that had been measured to its end before: that is no "
-    "crash of it, unless it happens once more."
-)
 _VOID = "the search was interrupted before this setting was measured"
 _RUNNING = "run '{}' is still running: wait until it has ended"
 
@@ -412,33 +407,6 @@ class Runs:
             self._living.close(run_id)
             raise
 
-    def add_trial(
-        self,
-        run: Run,
-        knobs: Mapping[str, Any],
-        *,
-        source: str,
-        predicted_step_ms: float | None = None,
-        constraint: float | None = None,
-        rejected: str | None = None,
-    ) -> TrialRecord:
-        """Add a trial of a setting.
-
-        A `constraint` above 0 is by how much it breaks a limit; `rejected`: why it is never to be applied.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
-        trial = NewTrial(
-            knobs=knobs, source=source, predicted_step_ms=predicted_step_ms, constraint=constraint, rejected=rejected
-        )
-
-        def work(session: Session) -> TrialRecord:
-            _own(session, run)
-            return trial_of(_add_trial(session, run, trial, self._clock()))
-
-        return self._database.write(work)
-
     def record(self, run: Run, progress: Progress, account: Account | None = None) -> list[TrialRecord]:
         """Write down what a search has come to, all of it or nothing; the new trials. It is on the disk then.
 
@@ -471,75 +439,6 @@ class Runs:
             StoreError: the store could not be read.
         """
         return self._database.read(lambda session: session.scalar(select(RunRow.search).where(RunRow.run_id == run_id)))
-
-    def mark_in_flight(self, run: Run, trial_id: int) -> None:
-        """Write down that a setting is about to be applied. It is on the disk when this returns.
-
-        Raises:
-            StoreError: it could not be written (do not apply it), or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            _own(session, run)
-            row = _trial(session, run, trial_id)
-            if row.state not in (*_OPEN, TrialState.MEASURED):
-                raise StoreError(f"trial {trial_id} is {row.state.value}; it must be planned or measured")
-            row.state, row.ended_unix_s = TrialState.IN_FLIGHT, None
-
-        self._database.write(work)
-
-    def mark_planned(self, run: Run, trial_id: int) -> None:
-        """Write down that a setting which was about to be applied does not run: the next end of the run is no crash.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            _own(session, run)
-            row = _trial(session, run, trial_id)
-            if row.state is TrialState.IN_FLIGHT:
-                row.state = TrialState.MEASURED if was_measured(session, trial_id) else TrialState.PLANNED
-
-        self._database.write(work)
-
-    def add_measurement(
-        self,
-        run: Run,
-        trial_id: int,
-        measurement: Measurement,
-        *,
-        state: TrialState | None = None,
-        account: Account | None = None,
-    ) -> None:
-        """Keep a measurement of a trial, which may have others; set the trial's state in the same transaction, unless
-        None.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            _own(session, run, account)
-            row = _trial(session, run, trial_id)
-            session.add(measurement_row(trial_id, measurement))
-            if state is not None and row.state is not state:
-                row.state, row.ended_unix_s = state, None if state in _OPEN else self._clock()
-
-        self._database.write(work)
-
-    def add_decision(self, run: Run, decision: Decision, *, account: Account | None = None) -> None:
-        """Keep a decision; its time is now, unless it has an earlier one.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
-
-        def work(session: Session) -> None:
-            _own(session, run, account)
-            _decide(session, run.run_id, decision, self._clock())
-
-        self._database.write(work)
 
     def save_curve(self, run: Run, curve: Curve) -> None:
         """Keep how a run went so far, in place of what was kept of that.
@@ -611,7 +510,7 @@ class Runs:
             measured = was_measured(session, one.trial_id)
             one.state, one.reason = TrialState.MEASURED if measured else TrialState.VOID, None if measured else _VOID
             one.ended_unix_s = now
-            _decide(session, run_id, Decision("remark", _SURVIVED, one.number, about), now)
+            _decide(session, run_id, Decision("remark", one.number, {**about, "because": "survived"}), now)
         if in_flight is TrialState.VOID:
             valid = select(MeasurementRow.trial_id).where(MeasurementRow.void_reason.is_(None))
             again = (TrialRow.run_id == run_id, TrialRow.state == TrialState.IN_FLIGHT, TrialRow.trial_id.in_(valid))
@@ -624,7 +523,7 @@ class Runs:
             numbers = [one.number for one in trials]
             session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
             for number in numbers if state is TrialState.CRASHED else ():
-                _decide(session, run_id, Decision("crash", _CRASHED, number, about), now)
+                _decide(session, run_id, Decision("crash", number, {**about, "because": "died"}), now)
         return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 

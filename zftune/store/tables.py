@@ -15,7 +15,6 @@ from sqlalchemy import (
     Index,
     MetaData,
     String,
-    Text,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -291,7 +290,7 @@ class MeasurementRow(Base):
 
 
 class DecisionRow(Base):
-    """What was decided, and why."""
+    """What was decided, in figures."""
 
     __tablename__ = "decision"
 
@@ -299,7 +298,6 @@ class DecisionRow(Base):
     run_id: Mapped[str] = mapped_column(ForeignKey("run.run_id", ondelete="CASCADE"), index=True)
     trial_id: Mapped[int | None] = mapped_column(ForeignKey("trial.trial_id", ondelete="CASCADE"))
     kind: Mapped[str] = mapped_column(String(16))
-    reason: Mapped[str] = mapped_column(Text)
     step: Mapped[int | None]
     details: Mapped[dict[str, Any]]
     at_unix_s: Mapped[float]

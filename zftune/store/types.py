@@ -332,14 +332,13 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a search has decided, or somebody for it, and why in a sentence."""
+    """What a search has decided, or somebody for it; `zftune.tuner.messages.sentence` puts it into words."""
 
     kind: DecisionKind
-    """Who asked for it and what it is about is in `details`: nothing is read out of the sentence."""
-    reason: str
     trial: int | None = None
     """Its number in the run."""
     details: Mapping[str, Any] = field(default_factory=dict)
+    """Its figures: gain, error, units and the like."""
     step: int | None = None
     at_unix_s: float = 0.0
     """When it was made; 0: where it is written down, then."""

@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zftune.tuner.space import Setting
+from zftune.tuner.space import Setting, Space
+from zftune.tuner.states import Lesson
 
 Array = NDArray[np.float64]
 Places = Callable[[Setting], Sequence[float]]
 """Of a setting on axes on which neighbours are about 1 apart."""
 
+MOST = 96
+"""Settings of a large space that the planner is asked about, beside neighbours: each prediction takes milliseconds."""
 ERRORS_OF_PLANNER = (0.1, 0.15, 0.2, 0.3)
 """Standard deviation of the logarithm of its ratio of two unlike settings."""
 _EXPECTED = 0.1
 _LENGTH = 1.5
 _ALIKE = 0.6
+_LAG = 1.5
 _LEAST_UNITS = 3
 _MOST_UNITS = 64
 """That the planner's error is learnt from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """One observation: `challenger`'s time was below `incumbent`'s by `gain`, a difference of logarithms."""
-
-    incumbent: Setting
-    challenger: Setting
-    gain: float
-    variance: float
+_KNOBS = ("topk_ratio", "update_interval", "offload_ratio", "host_threads")
 
 
 class Belief:
@@ -45,10 +40,9 @@ class Belief:
 
     Args:
         forecast_ms: the planner's prediction for each setting that may run.
-        places: see `Places`.
     """
 
-    def __init__(self, forecast_ms: Mapping[Setting, float], places: Places) -> None:
+    def __init__(self, forecast_ms: Mapping[Setting, float], places: Places, lessons: Iterable[Lesson] = ()) -> None:
         self.settings = list(forecast_ms)
         self._at = {setting: index for index, setting in enumerate(self.settings)}
         where = np.array([places(setting) for setting in self.settings], dtype=np.float64)
@@ -58,19 +52,16 @@ class Belief:
         self._lessons: list[Lesson] = []
         self.planner_error = _EXPECTED
         self._fold()
-
-    def learn_all(self, lessons: Sequence[Lesson]) -> None:
-        """Take in the lessons of an earlier belief."""
         for lesson in lessons:
             self.learn(lesson)
 
     def __contains__(self, setting: Setting) -> bool:
         return setting in self._at
 
+    def lesson(self, incumbent: Setting, challenger: Setting, gain: float, variance: float) -> Lesson:
+        return Lesson(self._at[incumbent], self._at[challenger], gain, variance)
+
     def learn(self, lesson: Lesson) -> None:
-        """Take in an observation; lessons of settings that are not in the belief change nothing."""
-        if lesson.incumbent not in self or lesson.challenger not in self:
-            return
         self._lessons.append(lesson)
         if _LEAST_UNITS <= len(self._lessons) <= _MOST_UNITS and (error := self._likeliest()) != self.planner_error:
             self.planner_error = error
@@ -82,11 +73,6 @@ class Belief:
     def is_flat(self) -> bool:
         """Whether all settings are predicted to be equally fast."""
         return float(np.ptp(self._prior)) < 1e-9
-
-    @property
-    def lessons(self) -> tuple[Lesson, ...]:
-        """All of them, with the variance that they have by now."""
-        return tuple(self._lessons)
 
     def gain(self, incumbent: Setting, challenger: Setting) -> tuple[float, float]:
         """Mean and standard deviation of a challenger's gain."""
@@ -114,7 +100,7 @@ class Belief:
             self._update(lesson)
 
     def _update(self, lesson: Lesson) -> None:
-        i, j = self._at[lesson.incumbent], self._at[lesson.challenger]
+        i, j = lesson.incumbent, lesson.challenger
         row = self._covariance[i] - self._covariance[j]
         total = row[i] - row[j] + lesson.variance
         weight = row / total
@@ -123,8 +109,8 @@ class Belief:
 
     def _likeliest(self) -> float:
         """The candidate under which the units' gains are most likely; the usual one is a bit more likely before."""
-        i = np.array([self._at[one.incumbent] for one in self._lessons])
-        j = np.array([self._at[one.challenger] for one in self._lessons])
+        i = np.array([one.incumbent for one in self._lessons])
+        j = np.array([one.challenger for one in self._lessons])
         noise = np.diag([one.variance for one in self._lessons])
         gains = np.array([one.gain for one in self._lessons]) - (self._prior[i] - self._prior[j])
         alike = self._alike
@@ -139,12 +125,10 @@ class Belief:
         return max(ERRORS_OF_PLANNER, key=likelihood)
 
 
-def doubted(lessons: Sequence[Lesson], error: float) -> tuple[Lesson, ...]:
+def doubted(lessons: Sequence[Lesson], error: float) -> list[Lesson]:
     """Lessons after a change of the machine that was counted: each pair is known no better than `error` from them."""
     often = Counter((one.incumbent, one.challenger) for one in lessons)
-    return tuple(
-        replace(one, variance=one.variance + often[one.incumbent, one.challenger] * error**2) for one in lessons
-    )
+    return [replace(one, variance=one.variance + often[one.incumbent, one.challenger] * error**2) for one in lessons]
 
 
 def far_apart(settings: Sequence[Setting], places: Places, start: Setting, count: int) -> list[Setting]:
@@ -157,3 +141,43 @@ def far_apart(settings: Sequence[Setting], places: Places, start: Setting, count
         found.append(settings[chosen])
         nearest = np.minimum(nearest, ((where - where[chosen]) ** 2).sum(axis=1))
     return found
+
+
+def pool_of(space: Space, known: Sequence[Setting], seed: int) -> list[Setting]:
+    """The settings that may be proposed: all of a small space, else a sample, and the neighbours of the known ones."""
+    allowed = list(space.settings())
+    if len(allowed) <= MOST:
+        return list(dict.fromkeys([*known, *allowed]))
+    near = [neighbour for setting in known for neighbour in neighbours(space, setting)]
+    sample = [allowed[index] for index in np.random.default_rng(seed).permutation(len(allowed))[:MOST]]
+    return list(dict.fromkeys([*known, *near, *sample]))
+
+
+def neighbours(space: Space, setting: Setting) -> list[Setting]:
+    """Allowed settings that are one choice of one dimension away."""
+    at = space.indices(setting)
+    found = (
+        space.setting({**at, dimension.name: index})
+        for dimension in space.dimensions
+        for index in (at[dimension.name] - 1, at[dimension.name] + 1)
+        if 0 <= index < len(dimension.choices)
+    )
+    return [one for one in dict.fromkeys(found) if one != setting and space.violation(one) is None]
+
+
+def places_of(settings: Sequence[Setting]) -> Places:
+    """Axes on which the neighbouring choices of these settings are 1 apart."""
+
+    def number(setting: Setting, name: str) -> float:
+        value = getattr(setting, name)
+        return float("inf") if value is None else float(value)  # default threads: the most that there are
+
+    values = {name: sorted({number(one, name) for one in settings}) for name in _KNOBS}
+
+    def places(setting: Setting) -> tuple[float, ...]:
+        interval = setting.update_interval
+        lag = 0.0 if interval == 1 else (setting.apply_lag - 1) / (interval - 1)
+        on = [float(np.searchsorted(choices, number(setting, name))) for name, choices in values.items()]
+        return (*on, _LAG * lag, float(setting.overlap_step))
+
+    return places

@@ -83,7 +83,6 @@ class CurveBuilder:
             bucket.coverage.add(coverage)
 
     def loss(self, step: int, loss: float) -> None:
-        """Take the loss of a step, a finite number."""
         with self._lock:
             if self._first is None and step <= self._last:  # a run that is gone on with; its step is heard of later
                 self._forget(step)
@@ -113,7 +112,6 @@ class CurveBuilder:
                 self._change(change)
 
     def curve(self) -> Curve:
-        """All of it so far."""
         with self._lock:
             points = (bucket.point() for _, bucket in sorted(self._buckets.items()))
             return Curve(tuple(points), tuple(self._changes))

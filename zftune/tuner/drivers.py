@@ -1,4 +1,4 @@
-"""Who prepares a training's search and thinks about it: this process, the daemon (`remote`), or nobody."""
+"""Drivers prepare a training's search and run its worker: in this process, in the daemon (`remote`), or not at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import queue
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,22 +19,20 @@ from zftune.store.location import meant_by
 from zftune.tuner.evidence import Gain
 from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.messages import conclusion
-from zftune.tuner.recorder import StoreRecorder
 from zftune.tuner.search import Search
-from zftune.tuner.setup import Preparation, Prepared
+from zftune.tuner.setup import SINGLE_RANK, Prepared, Reader, TuneRequest, WarmupStats, WorldInfo, prepare
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
-from zftune.tuner.training_info import SINGLE_RANK, TuneRequest, WarmupStats, WorldInfo
-from zftune.tuner.worker import Background, SearchWorker, ThreadWorker
+from zftune.tuner.worker import Background
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
-
 _JOIN_S = 5.0
 _OPEN_S = 120.0  # longer than a lock is waited for, or a server
-_INFO, _WARNING = 20, 30
 _logger = logging.getLogger("zftune")
+Said = tuple[int, str]
+"""A sentence, and the level that it is logged with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,103 +44,52 @@ class Ended:
     begins: int
     """Steps before its search begins, at least."""
     over: bool
-    """Whether the search came to its end."""
     given_up: bool
-    """Whether it was given up, with a reason that was said."""
     remarks: tuple[Remark, ...]
-    """What was found out beside the search."""
     count: Count
-    """What this process has counted since it was attached."""
+    """Of this process since it was attached."""
     incumbent: Setting | None
-    """The best setting so far; None: the search has not begun here."""
     gain: Gain | None
-    """Of it, as this process last heard."""
 
 
-Said = tuple[int, str]
-"""A sentence, and the level that it is logged with."""
-
-
-class SearchDriver(ABC):
-    """Prepares a search, thinks about it, and says what came of it. No method waits but the last two."""
+class SearchDriver:
+    """The interface of drivers, and the one that never begins a search. No method waits but the last two."""
 
     asks_daemon = False
-    """Whether a daemon thinks."""
     search: Search | None = None
-    """What was found; None: it is not in this process, or there is none."""
-
-    def count_by(self, counter: Counter) -> None:  # noqa: B027 - whose search is here hears of it in a scene
-        """Hear who counts what the run takes, before anything else."""
-
+    """None: it is not in this process, or there is none."""
     run_id: str | None = None
     """In the store; None: it is not this process that writes it down, or nothing is."""
 
-    @abstractmethod
+    def count_by(self, counter: Counter) -> None:
+        """Take the counter of the run, before anything else."""
+
     def prepare(self, seen: WarmupStats) -> None:
         """Make the search of a training that warmed up, in a thread."""
 
     @property
-    @abstractmethod
-    def begun(self) -> bool:
-        """Whether it is being made, or is there."""
-
-    @property
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether the search is there. Raises what making it raised."""
-
-    @property
     def registered(self) -> bool:
-        """Whether the daemon that thinks has answered for the training."""
+        """Whether the daemon has answered for the training."""
         return False
 
-    @abstractmethod
+    @property
+    def begun(self) -> bool:
+        """Whether the search is being made, or is there."""
+        return False
+
     def live(self, scene: TuningContext) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether what the run finds can be read after it, as far as is known."""
-        return True
-
-    @abstractmethod
-    def said(self) -> list[Said]:
-        """What is to be told since this was asked last."""
-
-    @abstractmethod
-    def end(self, ended: Ended) -> Iterator[Said]:
-        """Say what came of it, and write it down; once nobody thinks any more."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of everything."""
-
-
-class NullDriver(SearchDriver):
-    """Never begins a search."""
-
-    def prepare(self, seen: WarmupStats) -> None:
-        pass
-
-    @property
-    def begun(self) -> bool:
-        return False
-
-    @property
-    def ready(self) -> bool:
-        return False
-
-    def live(self, scene: TuningContext) -> None:
         return None
 
     def said(self) -> list[Said]:
         return []
 
     def end(self, ended: Ended) -> Iterator[Said]:
+        """Write the result down and report it; once no worker is at work any more."""
         return iter(())
 
     def close(self) -> None:
-        pass
+        """Let go of everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +125,6 @@ class _OwnStore:
         return self._opening.result
 
     def close(self) -> None:
-        """Close it, if it is open; until it is, it holds nothing."""
         if self._opening.done and not self._opening.failed:
             self._opening.result.close()
 
@@ -189,14 +134,10 @@ _thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
 
 
 def close_thrown_away() -> None:
-    """Close what trainings have left open that were thrown away; before the next search, or where the process ends."""
-    while True:
+    """Close what thrown-away trainings have left open; before the next search, or where the process ends."""
+    while not _thrown_away.empty():
         try:
-            left = _thrown_away.get_nowait()
-        except queue.Empty:
-            return
-        try:
-            left.close()
+            _thrown_away.get_nowait().close()
         except Exception:
             _logger.exception("What an earlier training has left could not be closed.")
 
@@ -208,10 +149,11 @@ def _close_at_exit() -> None:
 
 
 class LocalDriver(SearchDriver):
-    """Search in this process.
+    """Searches in this process.
 
     Args:
         store: where runs and presets are remembered; None: the user's own; False: nowhere.
+        name: of the model; None: that of its class.
     """
 
     def __init__(
@@ -223,11 +165,11 @@ class LocalDriver(SearchDriver):
         name: str | None = None,
     ) -> None:
         self._own_store = _OwnStore() if store is None else None
+        self._open = self._own_store or (None if not store else lambda: store)
         self._clock = optimizer.device.clock
         # Mostly that loads modules: in simulated time it would be many a step that no training loses.
         self._preparing_s = wishes.search.thinking_s or 0.0
-        opened = self._own_store or (None if not store else lambda: store)
-        self._preparation = Preparation(optimizer, wishes, opened, company, name)
+        self._reader = Reader(optimizer, wishes, remembered=self._open is not None, company=company, name=name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
         self._counter: Counter | None = None
@@ -239,11 +181,13 @@ class LocalDriver(SearchDriver):
         self._counter = counter
 
     def prepare(self, seen: WarmupStats) -> None:
-        preparation, counter = self._preparation, self._counter  # not this, or the thread would keep it
+        # Not this, or the thread would keep it.
+        reader, opened, counter = self._reader, self._open, self._counter
 
         def work() -> Prepared:
-            close_thrown_away()  # its run may be the one to be gone on with
-            prepared = preparation.prepare(seen)
+            close_thrown_away()  # its run may be the one to be resumed
+            store = None if opened is None else opened()
+            prepared = prepare(reader.facts(seen), store)
             if prepared.recorder is not None and counter is not None:
                 prepared.recorder.follow(lambda: counter.count)  # from now on a kill loses nothing of it
             return prepared
@@ -257,31 +201,23 @@ class LocalDriver(SearchDriver):
     def begun(self) -> bool:
         return self._preparing is not None
 
-    @property
-    def ready(self) -> bool:
-        return self._made() is not None
-
     def live(self, scene: TuningContext) -> Executor | None:
-        prepared = self._made()
-        if prepared is None:
+        if self._preparing is None or not self._preparing.done:
             return None
+        try:
+            prepared = self._preparing.result
+        except ZenFlowError as error:  # of the search: as it is it would end the training
+            raise RuntimeError(f"the search cannot be made: {error}") from error
         self._take(prepared)
-        return live_search(scene, prepared.search, recorder=prepared.recorder, worker=self._worker)
-
-    @property
-    def is_kept(self) -> bool:
-        recorder = None if self._prepared is None else self._prepared.recorder
-        return recorder is None or recorder.is_kept
+        return live_search(scene, prepared.search, recorder=prepared.recorder)
 
     def said(self) -> list[Said]:
-        found = [(_INFO, one) for one in self._preparation.notices]
-        if self._prepared is not None and self._prepared.sentence:
-            found.append((_INFO, self._prepared.sentence))
-        return self._new([*found, *((_WARNING, one) for one in self._wrong)])
+        found = [(logging.INFO, one) for one in self._reader.notices]
+        return self._new([*found, *((logging.WARNING, one) for one in self._wrong)])
 
     @property
     def _wrong(self) -> list[str]:
-        """What the store could not do."""
+        """Failures of the store."""
         recording = None if self._prepared is None else self._prepared.recording
         return [] if recording is None else recording.wrong
 
@@ -293,10 +229,13 @@ class LocalDriver(SearchDriver):
     def end(self, ended: Ended) -> Iterator[Said]:
         if self._finalizer is not None:
             self._finalizer.detach()
-        if self._prepared is None:
-            self._take_unused()
+        if self._prepared is None and self._preparing is not None:  # it was prepared, and never began
+            self._preparing.join(_JOIN_S)
+            if self._preparing.done and not self._preparing.failed:
+                self._take(self._preparing.result)
+                self._preparing.result.search.stop("The tuning ended before its search began.")
         prepared, search = self._prepared, self.search
-        if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was said, or nothing was
+        if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was logged
             over = ended.over or ended.given_up
             recorder = None if prepared is None else prepared.recorder
             account = Account() if recorder is None else recorder.account
@@ -308,36 +247,16 @@ class LocalDriver(SearchDriver):
         if prepared is not None and prepared.recording is not None:
             unfinished = not ended.over and not prepared.search.is_settled
             if not prepared.recording.finish_soon(prepared.search, unfinished=unfinished):
-                yield _WARNING, "The database server does not answer: the end of the run is not kept."
-            yield from self._new([(_WARNING, one) for one in self._wrong])
+                yield logging.WARNING, "The database server does not answer: the end of the run is not kept."
+            yield from self._new([(logging.WARNING, one) for one in self._wrong])
 
     def close(self) -> None:
         if self._own_store is not None:
             self._own_store.close()
 
-    def _made(self) -> Prepared | None:
-        if self._preparing is None or not self._preparing.done:
-            return None
-        try:
-            return self._preparing.result
-        except ZenFlowError as error:  # of the search: as it is it would end the training
-            raise RuntimeError(f"the search cannot be made: {error}") from error
-
     def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
         self.run_id = None if prepared.recorder is None else prepared.recorder.run_id
-
-    def _take_unused(self) -> None:
-        """A search that was prepared and never began has to say goodbye as well."""
-        if self._preparing is None:
-            return
-        self._preparing.join(_JOIN_S)
-        if self._preparing.done and not self._preparing.failed:
-            self._take(self._preparing.result)
-            self._preparing.result.search.stop("The tuning ended before its search began.")
-
-    def _worker(self, search: Search, recorder: StoreRecorder | None) -> SearchWorker:
-        return ThreadWorker(search, recorder, self._clock)
 
 
 def _user_store() -> Store:

@@ -1,4 +1,8 @@
-"""How much faster one setting is than another, and whether that is enough to adopt it.
+"""The value of a block of steps, the noise of such values, and whether they prove that a setting is faster.
+
+A block is a number of whole windows, at least as long as a selection period. Its value is the logarithm of the mean
+step, in which a plain step counts for at most `CAP` medians: a rare hiccup says nothing about a setting. Steps that
+select or exchange columns count in full, since they are part of what the setting costs.
 
 Adoption is a sequential test of "not faster": the ratio of likelihoods of a half-normal mixture over gains and of no
 gain has an expectation of at most 1 whenever it is looked at, so it may be looked at after every unit. The j-th
@@ -8,15 +12,68 @@ challenger has an error of `WRONG` / (j (j + 1)), which sums to `WRONG` over all
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+BLOCK_STEPS = 16
+"""Of a block, at least: a selection period."""
+MOST_BLOCK_STEPS = 64
+CAP = 2.5
 WRONG = 0.003
-"""Nominal share of searches that adopt what is not faster."""
+"""Nominal share of searches that adopt a setting that is not faster."""
 EFFECT = 0.05
 """Standard deviation of true gains in the mixture: the test is most powerful there."""
 ERRORS = 2.0
-"""Standard errors that are stated as noise."""
+"""Standard errors that are reported as noise."""
+_MOST_CORRELATION = 0.9
+_LEAST_FOR_CORRELATION = 8
+
+
+def block_steps(interval: int, wanted: int = BLOCK_STEPS) -> int:
+    """Steps of a block: whole windows of `interval` steps, at least `wanted` within the bounds of a block."""
+    return interval * -(-min(MOST_BLOCK_STEPS, max(BLOCK_STEPS, wanted)) // interval)
+
+
+def block_value(steps_ms: Sequence[float], moves: Sequence[bool] = ()) -> float:
+    """Logarithm of the winsorised mean step in ms; `moves` marks steps that selected or exchanged columns."""
+    most = CAP * statistics.median(steps_ms)
+    flags = moves or (False,) * len(steps_ms)
+    return math.log(statistics.fmean(ms if full else min(ms, most) for ms, full in zip(steps_ms, flags, strict=True)))
+
+
+def block_values(steps_ms: Sequence[float], moves: Sequence[bool], size: int) -> list[float]:
+    """Values of consecutive blocks of `size` steps; a remainder at the end joins the last block."""
+    count = max(1, len(steps_ms) // size)
+    ends = [*(size * block for block in range(1, count)), len(steps_ms)]
+    return [
+        block_value(steps_ms[begin:end], moves[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class BlockNoise:
+    """Variance of a block's value, pooled over all differences between values that should be equal."""
+
+    squares: float = 0.0
+    freedom: float = 0.0
+
+    def add(self, difference: float, factor: float) -> None:
+        """Take a difference whose variance is `factor` times that of a block."""
+        self.squares += difference**2 / factor
+        self.freedom += 1
+
+    @property
+    def variance(self) -> float:
+        """The pooled estimate; a small floor where values are free of noise."""
+        return max(1e-8, self.squares / self.freedom) if self.freedom else 1.0
+
+    @property
+    def cautious(self) -> float:
+        """The same, enlarged by what few degrees of freedom may hide."""
+        return self.variance * (1 + 8 / self.freedom) if self.freedom else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +87,8 @@ class Gain:
 
     @classmethod
     def of_log(cls, gain: float, error: float) -> Gain:
-        """From a difference of logarithms and its standard error."""
         left = math.exp(-gain)
         return cls(1.0 - left, left * error)
-
-    @property
-    def saves(self) -> float:
-        """Share of the time that counts as saved in a step that is taken now."""
-        return self.share
 
     @property
     def beyond_noise(self) -> bool:
@@ -46,24 +97,25 @@ class Gain:
 
     @property
     def holds(self) -> bool:
-        """Whether it is faster beyond noise."""
         return self.share > 0 and self.beyond_noise
 
     def __str__(self) -> str:
         return f"{100 * self.share:.1f} +/- {200 * self.error:.1f}%"
 
 
-def log_evidence(gains: Sequence[float], weights: Sequence[float], variance: float) -> float:
-    """Logarithm of the likelihood ratio of "faster by some gain" over "not faster".
+def mean_gain(gains: Sequence[float], weights: Sequence[float], variance: float) -> tuple[float, float]:
+    """Mean gain of units and its standard error; the variance of a gain is `variance` over its weight."""
+    total = sum(weights)
+    mean = sum(weight * gain for weight, gain in zip(weights, gains, strict=True)) / total
+    return mean, math.sqrt(variance / total)
 
-    Args:
-        gains: of units, as differences of logarithms.
-        weights: the variance of a gain is `variance` over its weight.
-    """
+
+def log_evidence(gains: Sequence[float], weights: Sequence[float], variance: float) -> float:
+    """Logarithm of the likelihood ratio of "faster by some gain" over "not faster"; arguments as of `mean_gain`."""
     n = sum(weights)
     if n == 0:
         return 0.0
-    mean = sum(weight * gain for weight, gain in zip(weights, gains, strict=True)) / n
+    mean, _ = mean_gain(gains, weights, variance)
     total = variance + n * EFFECT**2
     z = n * mean * EFFECT / math.sqrt(variance * total)
     share = 0.5 * math.erfc(-z / math.sqrt(2))
@@ -75,3 +127,32 @@ def log_evidence(gains: Sequence[float], weights: Sequence[float], variance: flo
 def needed_evidence(order: int) -> float:
     """What `log_evidence` has to reach for the challenger number `order`, from 1."""
     return math.log(order * (order + 1) / WRONG)
+
+
+def error_of_mean(values: Sequence[float], interval: int) -> float | None:
+    """Standard error of the mean of `values`, one for each step in order; None where there are fewer than two.
+
+    Steps of a window of `interval` steps differ by their place in it, which is no noise. Where there are not two whole
+    windows all steps are taken as alike, which gives a larger error.
+    """
+    if len(values) < 2:
+        return None
+    rows = len(values) // interval
+    whole = np.asarray(values[: rows * interval] if rows >= 2 else values, dtype=np.float64)
+    windows = whole.reshape(rows, interval) if rows >= 2 else whole.reshape(-1, 1)
+    left = windows - windows.mean(axis=0)
+    variance = float((left**2).sum()) / (left.size - left.shape[1])
+    widths = left.std(axis=0)  # a place that varies more would hide how alike its neighbours are
+    series = (left / np.where(widths > 0, widths, 1.0)).ravel()
+    return math.sqrt(variance / len(values)) * _correlation_factor(series)
+
+
+def _correlation_factor(series: np.ndarray) -> float:
+    """By how much errors grow where neighbours are alike, as for an AR(1) process (bias corrected, Kendall 1954)."""
+    centred = series - series.mean()
+    power, steps = float((centred**2).sum()), len(series)
+    if power == 0.0 or steps < _LEAST_FOR_CORRELATION:
+        return 1.0
+    found = float((centred[1:] * centred[:-1]).sum()) / power
+    correlation = min(max((steps * found + 1) / (steps - 4), 0.0), _MOST_CORRELATION)
+    return math.sqrt((1 + correlation) / (1 - correlation))

@@ -1,4 +1,4 @@
-"""Carries out in a training loop what a worker asks for: knobs change through `set_knobs`, without a restart.
+"""Carries out a worker's requests in a training loop: knobs change through `set_knobs`, without a restart.
 
 Nothing here waits: step times come from the optimizer's own history, two steps late, and a worker (see
 `zftune.tuner.worker`) answers when it can, while training goes on under the incumbent's knobs.
@@ -19,29 +19,26 @@ from typing import Any, Literal
 
 import torch
 
-from zenflow import ConfigError, HostMemoryError, StepStats
+from zenflow import ConfigError, HostMemoryError, StepStats, ZenFlowConfig
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
 from zftune.store.account import Counter
-from zftune.tuner import messages
-from zftune.tuner.blocks import block_value
-from zftune.tuner.evidence import Gain
-from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.evidence import Gain, block_value
+from zftune.tuner.guard import Losses
 from zftune.tuner.pace import Pace
-from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search
+from zftune.tuner.setup import device_limit
 from zftune.tuner.space import Setting
 from zftune.tuner.states import LEAST_STEPS, OF_INCUMBENT, Outcome, Request, UnmeasuredSteps
-from zftune.tuner.training_info import device_limit
 from zftune.tuner.worker import Answer, DeskMaker, SearchWorker, ThreadWorker
 
 Change = Callable[[int, Mapping[str, Any]], None]
-"""Told of the step after which new knobs hold (before the first step: that with which they do), and of the knobs."""
-
+"""Called with the step after which new knobs hold (before the first step: that with which they do), and the knobs."""
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
-
+_INTERVAL = 4  # S where the configuration leaves it to the runtime
 _KEPT_STEPS = 32
 """Of the incumbent: by their mean a challenger's cost is counted."""
 _logger = logging.getLogger("zftune")
@@ -49,14 +46,12 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a change that was asked for."""
+    """The result of a requested change."""
 
     step: int | None = None
     """After which the knobs hold, 0 where that is before the first; None: nothing has changed."""
     refused: str = ""
-    """Why these knobs cannot be had."""
     void: str = ""
-    """Why it was not tried."""
 
 
 def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdict:
@@ -73,26 +68,67 @@ def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdi
     return Verdict(step if begun else 0)
 
 
+def counted(config: ZenFlowConfig) -> ZenFlowConfig:
+    """A configuration whose windows have a known length: where it has none, what a search begins from."""
+    return replace(config, update_interval=_INTERVAL, apply_lag=None) if config.update_interval == "auto" else config
+
+
+def holds(config: ZenFlowConfig, knobs: Mapping[str, Any]) -> bool:
+    """Whether knobs are in force."""
+    one = config.changed(knobs)
+    return replace(one, apply_lag=one.lag) == replace(config, apply_lag=config.lag)
+
+
+def leave_tried(
+    optimizer: ZenFlowOptimizer,
+    on_change: Change | None,
+    agree: Callable[[Mapping[str, Any]], Verdict | None] | None = None,
+) -> str:
+    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it.
+
+    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once.
+
+    Returns:
+        A sentence for the log; "": none were tried.
+
+    Raises:
+        HostEngineError: host work failed.
+    """
+    kept, config = optimizer.kept_knobs, optimizer.config
+    verdict = None if kept is None else agree(kept) if agree else change_knobs(optimizer, kept)
+    if verdict is None or kept is None:
+        return ""
+    if verdict.step is None:
+        optimizer.kept_knobs = None
+        _logger.warning("The settings that the checkpoint was saved with stay: %s.", verdict.refused)
+        return ""
+    optimizer.kept_knobs = kept  # they are not what the user asks for
+    if on_change is not None:
+        on_change(verdict.step or 1, kept)
+    best, tried = (Setting.of(counted(one)) for one in (config.changed(kept), config))
+    changes = best.differences(tried) or str(best)
+    return f"Back to the best settings so far ({changes}): the checkpoint was saved while others were tried."
+
+
 class Changes(ABC):
-    """Takes wishes for knobs, one at a time. No call waits for anybody but as training itself does."""
+    """Takes requests to change knobs, one at a time. No call waits for anybody but as training itself does."""
 
     _verdict: Verdict | None = None
-    """What became of the last one, until that is taken."""
 
     @abstractmethod
     def ask(self, knobs: Mapping[str, Any]) -> None:
-        """Want knobs changed; not before the last verdict was taken."""
+        """Request a change; not before the last verdict was taken."""
 
     def verdict(self) -> Verdict | None:
-        """What became of it, once; None: nobody knows yet."""
+        """The result of the last request, once; None: not known yet."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
     def withdraw(self) -> None:  # noqa: B027 - what is done at once cannot be taken back
-        """Want no change any more; there is a verdict all the same."""
+        """The change is no longer wanted; there is a verdict all the same."""
 
     def ranks_ms(self) -> tuple[float, ...]:
-        """What a step takes each rank without its waits in collectives, of the last steps; (): not known."""
+        """Duration of the last steps of each rank without its waits in collectives; (): not known."""
         return ()
 
 
@@ -107,16 +143,13 @@ class AtOnce(Changes):
 
 
 class UnmeasuredCounter:
-    """Takes them in, in order."""
+    """Counts the steps that belong to no measurement, in order."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        """Their numbers."""
         self.seconds = 0.0
-        """Of all of them."""
         self._changes: list[tuple[int, bool]] = []
-        self._seconds = self._late_s = 0.0
-        self._late_steps = 0
+        self._counted = UnmeasuredSteps()
 
     def change(self, step: int, *, challenges: bool) -> None:
         """Knobs change after `step`, which closes a window and moves columns."""
@@ -129,24 +162,20 @@ class UnmeasuredCounter:
         self._changes = []
 
     def add(self, step: int, step_ms: float) -> bool:
-        """Count a step of `step_ms`; whether its setting is not the incumbent."""
-        seconds = step_ms / 1e3
+        seconds, counted = step_ms / 1e3, self._counted
         self.steps.append(step)
         self.seconds += seconds
         begun = [challenges for begin, challenges in self._changes if begin <= step]
         late = bool(begun) and begun[-1]
         if late:
-            self._late_s += seconds
-            self._late_steps += 1
+            self._counted = replace(counted, late_s=counted.late_s + seconds, late_steps=counted.late_steps + 1)
         else:
-            self._seconds += seconds
+            self._counted = replace(counted, seconds=counted.seconds + seconds)
         del self._changes[: max(0, len(begun) - 1)]
         return late
 
     def taken(self) -> UnmeasuredSteps:
-        """What was counted since this was asked last."""
-        found = UnmeasuredSteps(self._seconds, self._late_s, self._late_steps)
-        self._seconds, self._late_s, self._late_steps = 0.0, 0.0, 0
+        found, self._counted = self._counted, UnmeasuredSteps()
         return found
 
 
@@ -158,7 +187,6 @@ class StolenTime:
         self._by_step: dict[int, float] = {}
 
     def take(self, step: int) -> None:
-        """Count what was taken since the step before."""
         now_ns = self._now_ns()
         if now_ns is not None and self._before_ns is not None:
             self._by_step[step] = (now_ns - self._before_ns) / 1e6
@@ -167,7 +195,6 @@ class StolenTime:
             self._by_step.pop(min(self._by_step))
 
     def of(self, step: int) -> float | None:
-        """Milliseconds of a recent step; None: not known."""
         return self._by_step.get(step)
 
     def _now_ns(self) -> int | None:
@@ -180,7 +207,7 @@ class StolenTime:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Nothing is measured: the incumbent runs while somebody thinks, or to its end. -> Changing, Over"""
+    """Nothing is measured: the incumbent runs while the next request is chosen, or to its end. -> Changing, Over"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +231,6 @@ class Block:
     discarded: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
     stats: list[StepStats] = field(default_factory=list)
-    """Of the steps that count."""
     taken: list[float] = field(default_factory=list)
     """What other processes took of each of them; shorter where that is not known of all."""
     pinning: bool = False
@@ -213,7 +239,6 @@ class Block:
 
     @property
     def begun(self) -> bool:
-        """Whether it has a step."""
         return bool(self.discarded or self.steps)
 
 
@@ -222,27 +247,21 @@ class Over:
     """The search has ended."""
 
 
-Disturbance = Callable[[], str | None]
-"""Asked at the end of a measurement: why it does not count, or None. What came before is over then."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningContext:
     """What a search is carried out in."""
 
     optimizer: ZenFlowOptimizer
     tokens: int
-    """Of a step."""
     since: int = 0
-    """After which step the knobs hold that there are; 0: since the training began."""
-    disturbance: Disturbance = lambda: None
-    """Tells why a measurement does not count, or None."""
-    guard: LossGuard | None = None
-    """Watches over the loss; None: nobody does."""
+    """After which step the present knobs hold; 0: since the training began."""
+    disturbance: Callable[[], str | None] = lambda: None
+    """Called at the end of a measurement: why it does not count, or None. What came before is over then."""
+    losses: Losses | None = None
+    """With a guard over them; None: there is none."""
     on_change: Change | None = None
-    """Told of every change of knobs."""
     counter: Counter | None = None
-    """Counts what the run takes, and is told of its steps; None: the search has its own."""
+    """Counts what the run takes; None: the search has its own."""
     changes: Changes | None = None
     """How knobs change; None: at once."""
 
@@ -255,10 +274,9 @@ class Executor:
     """
 
     def __init__(self, scene: TuningContext, worker: SearchWorker, *, start: Setting, incumbent: Setting) -> None:
-        optimizer = scene.optimizer
+        self._optimizer = optimizer = scene.optimizer
         self._counts_steps = scene.counter is None
         self.counter = scene.counter or Counter(optimizer.device.clock.now())
-        """Of what the run takes, spends and gains."""
         self.state: Resting | Changing | Block | Over = Resting()
         self.incumbent = incumbent
         """The best setting so far, as of the last answer."""
@@ -267,24 +285,18 @@ class Executor:
         self.overhead_s = 0.0
         """Time spent in here by the training thread."""
         self.outside = UnmeasuredCounter()
-        """The steps that belong to no measurement."""
-        self.losses = None if scene.guard is None else Losses(optimizer.device, scene.guard)
-        """That are watched over; None: nobody does."""
+        self.losses = scene.losses
         if self.losses is not None:
-            self.losses.heard = worker.hear_loss
+            self.losses.listen(worker.hear_loss)
         self._start = start
-        self._left: set[Setting] = set()
-        """That were the incumbent before."""
-        self._heard_best = False
-        """Whether the worker has said which setting that is."""
-        self._optimizer, self._tokens = optimizer, scene.tokens
+        self._tokens = scene.tokens
         self._disturbance, self._on_change = scene.disturbance, scene.on_change
         self._worker = worker
         self._changes = scene.changes or AtOnce(optimizer)
         self._handed = False
-        """Whether somebody thinks about the next request."""
+        """Whether the worker chooses the next request."""
         self._stolen = None if optimizer.device.clock.simulated else StolenTime()
-        self._applied: Setting | None = Setting.of(optimizer.config)
+        self._applied = self._in_force()
         """None: windows have no known length."""
         self._from = self._seen = optimizer.steps
         if scene.since and self._applied is not None:
@@ -294,22 +306,29 @@ class Executor:
         self._of_incumbent_ms: deque[float] = deque(maxlen=_KEPT_STEPS)
         """The last steps that it took, measured or not."""
         self._incumbent_step_s: float | None = None
-        """What the incumbent takes for a step, by what was asked for last."""
+        """Duration of the incumbent's step when the last challenger began."""
+
+    def _in_force(self) -> Setting | None:
+        config = self._optimizer.config
+        return None if config.update_interval == "auto" else Setting.of(config)
 
     @property
     def request(self) -> Request | None:
-        """What is measured, or about to be; None: nothing, somebody thinks."""
+        """What is measured, or about to be; None: nothing."""
         return self.state.request if isinstance(self.state, (Changing, Block)) else None
 
     @property
     def over(self) -> bool:
-        """Whether the search has ended."""
         return isinstance(self.state, Over)
 
     @property
     def steady_steps(self) -> int:
-        """Steps since the last change of knobs took hold."""
         return self._optimizer.steps - self._from
+
+    @property
+    def gain_share(self) -> float:
+        """Share of the step time that counts as saved; 0 where there is no gain."""
+        return 0.0 if self.gain is None else self.gain.share
 
     def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Call it after each step, with its loss: a scalar on any device.
@@ -329,12 +348,10 @@ class Executor:
             self.overhead_s += time.perf_counter() - began
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Give the guard a loss of the step that is under way or was just taken; does not wait for the device."""
         if self.losses is not None and not self.over:
             self.losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Set the tokens of a step from now on; earlier measurements no longer count."""
         if tokens != self._tokens:
             self._recounted = True
             self._of_incumbent_ms.clear()
@@ -347,24 +364,22 @@ class Executor:
         self.close()
         if not self.over:
             self._worker.stop(reason)
-        if restores and not self.over:
-            self._end()
+            if restores:
+                self._end()
 
     def close(self) -> None:
-        """End the thinking, within seconds; the search may be read and written down from here on."""
+        """End the worker, within seconds; the search may be read and written down from here on."""
         self._worker.close()
 
-    def go_on_from_saved(self) -> None:
+    def resume_from_saved(self) -> None:
         """Call it after the first step of a state that was loaded: the incumbent's knobs are set in it.
 
         What is measured is given up, and a change that was on its way has gone with the state that it was for.
         """
-        config = self._optimizer.config
         self._from = self._seen = self._optimizer.steps - 1
-        self._applied = Setting.of(config) if config.update_interval != "auto" else None
+        self._applied = self._in_force()
         self.outside.forget_changes()
-        wanted = self.request
-        if wanted is None:
+        if self.request is None:
             self.state = Over() if self.over else Resting()
             self._restore()
         else:
@@ -377,17 +392,21 @@ class Executor:
             return False
         if loss is not None:
             self.log_loss(loss)
-        if self._is_wrong():
+        wrong = None if self.losses is None else self.losses.judge()
+        if wrong is not None:
+            self.go_back(wrong)
             return False
         if self._stolen is not None:
             self._stolen.take(self._optimizer.steps)
         self._settle()
-        for stats in self._new():
+        for stats in self._optimizer.history(after=self._seen):
             self._seen = stats.step
             self._worker.observe(stats)
             self._take(stats)
             self._stay(stats)
-        self._count_anew()
+        recounted, self._recounted = self._recounted, False
+        if recounted and self.request is not None:  # not all steps of the measurement are of one size
+            self._hand(self._void("the tokens of a step have changed"))
         self._give_up()
         if self.request is None and not self._handed:
             self._hand(None)
@@ -398,14 +417,9 @@ class Executor:
             self._carry_out(answer)
         return not self.over
 
-    def _new(self) -> list[StepStats]:
-        """The steps that were not seen yet, oldest first."""
-        return self._optimizer.history(after=self._seen)
-
     # --- one request -------------------------------------------------------------------------------------------------
 
     def _carry_out(self, answer: Answer) -> None:
-        """Apply what is asked for; where that is refused there may be another answer at once."""
         self._handed = False
         self._start = answer.start or self._start
         self._adopt(answer.incumbent, answer.gain)
@@ -420,36 +434,23 @@ class Executor:
         self._ask(request.setting, request)
 
     def _newest_ms(self) -> float | None:
-        """What a step of the incumbent takes by its last whole windows; None: too few were seen."""
         interval, newest = self.incumbent.update_interval, list(self._of_incumbent_ms)
         whole = newest[: len(newest) // interval * interval]
         return math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else None
 
-    @property
-    def gain_share(self) -> float:
-        """Share of the step time that counts as saved; 0 where there is no gain."""
-        return 0.0 if self.gain is None else self.gain.saves
-
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
-        """Take the best setting so far, and say so where it is another one."""
-        (before, self.incumbent), (had, self.gain) = (self.incumbent, incumbent), (self.gain, gain)
-        is_first, self._heard_best = not self._heard_best, True
-        if not incumbent.differences(before):
+        (before, self.incumbent), self.gain = (self.incumbent, incumbent), gain
+        changes = incumbent.differences(before)
+        if not changes:
             return
         self._of_incumbent_ms.clear()
-        is_start, was_before = incumbent == self._start, incumbent in self._left
-        self._left.add(before)
-        told = messages.other_best(
-            incumbent, before, gain, had, is_first=is_first, is_start=is_start, was_before=was_before
-        )
-        _logger.info("zftune %s.", told)
+        saves = f", which saves {gain} of the step time" if gain is not None and gain.share > 0 else ""
+        _logger.info("zftune sets the best settings so far: %s%s.", changes, saves)
 
     def _ask(self, setting: Setting, request: Request | None = None) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
-        config = self._optimizer.config
-        known = config.update_interval != "auto"
         is_pending = self._from > self._optimizer.steps  # they hold from the next step on
-        stays = setting == self._applied and known and (is_pending or setting == Setting.of(config))
+        stays = setting == self._applied and (is_pending or setting == self._in_force())
         self.state = Changing(setting, request, stays)
         if not stays:
             self._changes.ask(setting.knobs())
@@ -473,43 +474,32 @@ class Executor:
             self._disturbance()  # what was before does not count
 
     def _settle(self) -> None:
-        """Take note of what became of a change, once that is known."""
         changing = self.state
         verdict = self._changes.verdict() if isinstance(changing, Changing) and not changing.stays else None
         if verdict is None or not isinstance(changing, Changing):
             return
         if verdict.step is not None:
-            self._applied_after(verdict.step, changing.setting)
+            self._from, self._applied = verdict.step, changing.setting
+            self.outside.change(verdict.step, challenges=changing.setting != self.incumbent)
+            self._worker.applied(verdict.step, changing.setting)
+            if self._on_change is not None:
+                self._on_change(verdict.step or 1, changing.setting.knobs())
             self._begin(changing)
         elif changing.request is not None:
-            self._fail(verdict)
+            between, reason = self.outside.taken(), verdict.refused or verdict.void
+            status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
+            self.state = Resting()
+            self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
             return
         else:
             self.state = Resting()
         if verdict.refused:
-            _logger.warning(
-                "The settings %s stay for now: they could not be changed (%s).", self._applied, verdict.refused
-            )
+            _logger.warning("The settings %s stay: they could not be changed (%s).", self._applied, verdict.refused)
         elif changing.request is None and (verdict.void or self._applied != self.incumbent):
             self._restore()  # it was given up meanwhile
 
-    def _applied_after(self, step: int, setting: Setting) -> None:
-        self._from, self._applied = step, setting
-        self.outside.change(step, challenges=setting != self.incumbent)
-        self._worker.applied(step, setting)
-        if self._on_change is not None:
-            self._on_change(step or 1, setting.knobs())
-
-    def _fail(self, verdict: Verdict) -> None:
-        """What was asked for cannot be measured."""
-        between = self.outside.taken()
-        reason = verdict.refused or verdict.void
-        status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
-        self.state = Resting()
-        self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
-
     def _take(self, stats: StepStats) -> None:
-        """Count a step, and hand over what came of the request where it is over."""
+        """Count a step, and hand over the outcome of the request where it is over."""
         block, step_ms = self.state, stats.step_ms or 0.0
         if not isinstance(block, Block) or stats.step <= self._from or self._is_made_ready(block, stats):
             self._count("change", step_ms, challenges=self.outside.add(stats.step, step_ms))
@@ -572,7 +562,6 @@ class Executor:
         )
 
     def _void(self, reason: str) -> Outcome:
-        """Of a measurement that is given up, perhaps before its first step."""
         block = self.state
         if not isinstance(block, Block):
             return Outcome("void", tokens=self._tokens, reason=reason, between=self.outside.taken())
@@ -581,7 +570,6 @@ class Executor:
         return self._outcome(block, "void", reason)
 
     def _hand(self, outcome: Outcome | None) -> None:
-        """Let the worker think; meanwhile nothing but the incumbent runs."""
         if isinstance(self.state, Block):
             self.state = Resting()
         elif isinstance(self.state, Changing):
@@ -590,14 +578,7 @@ class Executor:
         self._worker.hand(outcome)
         self._restore()
 
-    def _count_anew(self) -> None:
-        """Give up what is measured, where its steps are not all of one size."""
-        recounted, self._recounted = self._recounted, False
-        if recounted and self.request is not None:
-            self._hand(self._void("the tokens of a step have changed"))
-
     def _give_up(self) -> None:
-        """Give up what is measured, where the worker asks for that."""
         recall = self._worker.recall()
         if recall is None:
             return
@@ -609,7 +590,6 @@ class Executor:
             self._hand(replace(self._void(recall.reason), called_off=True))
 
     def _restore(self) -> None:
-        """Let the incumbent run, if something else does, or is about to."""
         if not self._optimizer.trains:
             return  # closed: no step will have them
         changing = self.state
@@ -634,15 +614,7 @@ class Executor:
         self._restore()
         self.state = Over()
 
-    def _is_wrong(self) -> bool:
-        """Look at the losses that are there; restore the starting point's knobs where training goes wrong."""
-        found = None if self.losses is None else self.losses.judge()
-        if found is not None:
-            self.go_back(found)
-        return found is not None
-
     def go_back(self, reason: str) -> None:
-        """End the search because training goes wrong; set the starting point's knobs."""
         self._worker.guard(reason)
         self.incumbent, self.gain = self._start, None
         self._end()
@@ -655,7 +627,7 @@ def live_search(
 
     While a worker thinks, the search is the worker's: read it after `close()`.
     """
-    search.book.device_limit_bytes = device_limit(scene.optimizer)
+    search.device_limit_bytes = device_limit(scene.optimizer)
     worker = worker or partial(ThreadWorker, clock=scene.optimizer.device.clock)
     start, incumbent = search.book.trials[0].setting, search.book.incumbent.setting
     found = Executor(scene, worker(search, recorder), start=start, incumbent=incumbent)

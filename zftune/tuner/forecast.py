@@ -20,7 +20,7 @@ from zftune.quality import assumed_coverage
 from zftune.tuner.space import TOPK_RATIOS, Coverage, Forecast, Setting, Space
 
 if TYPE_CHECKING:
-    from zftune.tuner.training_info import WorldInfo
+    from zftune.tuner.setup import WorldInfo
 
 
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
@@ -43,7 +43,6 @@ class PlannerForecast:
     counted: bool = False
 
     def __call__(self, setting: Setting) -> Forecast:
-        """The prediction for a setting."""
         config = setting.config(self.base)
         found = predict(self.model, self.machine, self.job, config, rates=self.rates)
         device, host = limits(self.machine)
@@ -139,7 +138,6 @@ class MeasuredCoverage:
     shares: tuple[float, ...]
 
     def __call__(self, topk_ratio: float) -> float:
-        """Coverage for a k."""
         return float(np.interp(topk_ratio, self.ratios, self.shares))
 
 

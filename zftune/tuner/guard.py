@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, Protocol
 
@@ -154,22 +153,24 @@ _TREND = 32
 _RECENT = 4
 _FACTOR = 1.5
 _WIDTHS = 6.0
+_FLOOR = 0.02
+"""Absolute: a loss that has converged to nearly nothing may rise by so much."""
 _MIDDLE = (_TREND - 1) / 2
 _AHEAD = tuple(
     1 / _TREND + (step - _MIDDLE) * (_TREND - _MIDDLE) / sum((other - _MIDDLE) ** 2 for other in range(_TREND))
     for step in range(_TREND)
 )
-"""Weights of the losses before in what a line through them says of the next."""
+"""Weights of the losses before in what a line through them predicts of the next."""
+_MOST_EARLY = 512
 
 
-@dataclass(slots=True)
 class LossGuard:
     """Looks at the loss of each step, in order."""
 
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_TREND + _RECENT))
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_TREND + _RECENT)
 
     def forget(self) -> None:
-        """What comes is of another course."""
         self._losses.clear()
 
     def add(self, loss: float) -> str | None:
@@ -185,22 +186,37 @@ class LossGuard:
         losses = list(self._losses)
         before, recent = losses[:_TREND], min(losses[_TREND:])
         expected = sum(map(mul, _AHEAD, before))
-        if expected <= 0 or recent <= _FACTOR * expected:
-            return None
         middle = statistics.median(before)
         width = 1.4826 * statistics.median(abs(one - middle) for one in before)
-        if recent <= middle + _WIDTHS * width:
+        least = max(_FACTOR * expected, expected + _FLOOR, middle + _WIDTHS * width)
+        if expected <= 0 or recent <= least:
             return None
         return f"the loss of the last {_RECENT} steps is at least {recent:.3g}, the trend before was {expected:.3g}"
 
 
-class Losses:
-    """Takes losses and gives them to a guard once they have arrived; `heard` is called with each loss and its step."""
+def went_wrong(step: int, reason: str) -> str:
+    """What the guard reports: training goes on, with the settings at the start."""
+    return (
+        f"Training goes on with the settings at the start, and is tuned no more: at step {step} {reason}. The last "
+        f"good checkpoint is the newest from before step {max(1, step - _RECENT + 1)}."
+    )
 
-    def __init__(self, device: Device, guard: LossGuard, heard: Callable[[int, float], None] | None = None) -> None:
-        self.heard = heard
+
+class Losses:
+    """Takes losses and gives them to a guard once they have arrived."""
+
+    def __init__(self, device: Device, guard: LossGuard) -> None:
         self._device, self._guard = device, guard
         self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
+        self._early: list[tuple[int, float]] = []
+        self._hear: Callable[[int, float], None] | None = None
+
+    def listen(self, hear: Callable[[int, float], None]) -> None:
+        """Call `hear` with each step and its loss, those that have arrived before, too."""
+        self._hear = hear
+        for step, loss in self._early:
+            hear(step, loss)
+        self._early = []
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
         """Take a loss, a scalar on any device or a number; does not wait for the device.
@@ -224,21 +240,19 @@ class Losses:
         self._waiting.append((step, target, self._device.d2h(value, target)))
 
     def forget(self) -> None:
-        """What was given so far is of another course than what comes."""
         self._waiting.clear()
         self._guard.forget()
 
     def judge(self) -> str | None:
-        """Look at the losses that are there; a sentence where training goes wrong, else None."""
+        """Look at the losses that have arrived; a sentence where training goes wrong, else None."""
         while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
             step, arrived, _ = self._waiting.popleft()
             loss = float(arrived)
-            if self.heard is not None:
-                self.heard(step, loss)
+            if self._hear is not None:
+                self._hear(step, loss)
+            elif len(self._early) < _MOST_EARLY:
+                self._early.append((step, loss))
             reason = self._guard.add(loss)
             if reason is not None:
-                return (
-                    f"Stopped at step {step}: {reason}; the settings at the start are back, and the last good "
-                    f"checkpoint is the newest from before step {max(1, step - _RECENT + 1)}."
-                )
+                return went_wrong(step, reason)
         return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -32,11 +31,6 @@ _OPTUNA_STATES = {
     TrialState.VOID: "FAIL",
     TrialState.ABORTED: "PRUNED",
 }
-
-
-LEAST = 16
-"""Measured settings, below which chance decides too often which knob comes out first."""
-_BEST = 5  # settings at least that are compared with all
 
 
 def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
@@ -148,33 +142,3 @@ def _frozen(
     frozen.datetime_start = datetime.fromtimestamp(trial.created_unix_s)
     frozen.datetime_complete = datetime.fromtimestamp(trial.ended_unix_s or trial.created_unix_s) if done else None
     return frozen
-
-
-def importances(settings: Sequence[Mapping[str, Any]], step_ms: Sequence[float]) -> dict[str, float] | None:
-    """PED-ANOVA: how much the fastest settings differ from all that are known, by knob.
-
-    Returns:
-        Shares of 1, the largest first, of the knobs that vary; None: too few settings, or none of them matters.
-    """
-    kinds = distributions(settings)
-    if len(settings) < LEAST or not kinds:
-        return None
-    import optuna
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-    from optuna.trial import create_trial
-
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        study = optuna.create_study(direction="minimize")
-        for knobs, value in zip(settings, step_ms, strict=True):
-            params = {name: knobs.get(name) for name in kinds}
-            study.add_trial(create_trial(value=value, params=params, distributions=dict(kinds)))
-        evaluator = PedAnovaImportanceEvaluator(target_quantile=min(0.5, max(0.1, _BEST / len(settings))))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that so few trials say little is for the reader to know
-            found = get_param_importances(study, evaluator=evaluator)
-    finally:
-        optuna.logging.set_verbosity(before)
-    total = sum(found.values())
-    return {name: share / total for name, share in found.items()} if total > 0 else None

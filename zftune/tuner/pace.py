@@ -24,17 +24,13 @@ class Load:
     """What steps showed of the work that a training has for the device and the host."""
 
     elements: int
-    """Of the weights that could be offloaded."""
     busy_ms: float | None
     """Of a step without its stall; None where there was none that tells."""
     host_bytes: int
-    """Memory traffic of all host updates."""
     host_ms: float
-    """Their time."""
 
     @classmethod
     def of(cls, steps: Sequence[StepStats], module: nn.Module) -> Load:
-        """From the steps of a warm-up."""
         busy = [busy_ms(one) for one in steps if one.step_ms and one.stall_ms is not None]
         return cls(
             elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
@@ -79,13 +75,11 @@ class Pace:
     busy_ms: float | None = None
     """Of a step without its stall; what ranks wait for each other is in it."""
     host_gbps: float | None = None
-    """Of the host's updates."""
     link_gbps: float | None = None
     """Of the gradients' way, known only where steps waited for it."""
 
     @classmethod
     def of(cls, steps: Sequence[StepStats]) -> Pace | None:
-        """From the steps that count; None: they have no stream that would tell."""
         known = [(one, one.step_ms, one.stall_ms) for one in steps if one.step_ms and one.stall_ms is not None]
         if not known:
             return None

@@ -1,44 +1,254 @@
-"""From an optimizer that trains to a search over its knobs: the model, the machine, the space, and earlier runs."""
+"""From an optimizer that trains to a search over its knobs: the model, the machine, the space, and earlier runs.
+
+`TrainingFacts` are all that a search is made from, by value; `Reader` reads them in the process that trains, `prepare`
+makes the search there or in the daemon.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from zenflow import ConfigError, ZenFlowConfig
+import torch
+from torch import nn
+
+from zenflow import ConfigError, StepStats, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.errors import BadInputError
-from zftune.planner.model import Job
-from zftune.quality import assumed_coverage
-from zftune.store.types import Match, Ratios, RunRecord
+from zenflow.sharded import ranks_with_rows
+from zftune.emulation import EmulatedAccelerator, Rig
+from zftune.errors import BadInputError, ZftuneError
+from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
+from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.quality import assumed_coverage, at_full_rate, highest_rate, movement_percent, rate_at_full, rates
+from zftune.store.types import Match, Quality, Ratios, RunRecord
 from zftune.tuner import messages
-from zftune.tuner.forecast import PlannerForecast, forecast_for
-from zftune.tuner.pace import Pace, changed, ratios_of
-from zftune.tuner.recorder import StoreRecorder
-from zftune.tuner.recording import Recording, search_settings
+from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast, forecast_for, measured_coverage, rig_machine
+from zftune.tuner.pace import Load, Pace, busy_ms, changed, ratios_of
+from zftune.tuner.record import MachineInfo, Recording, RunFacts, StoreRecorder, search_settings
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for, unsearched
 from zftune.tuner.states import LEARNING_RATE
-from zftune.tuner.training_info import SINGLE_RANK, Reader, TrainingFacts, TuneRequest, WarmupStats, WorldInfo
 from zftune.words import shares
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
 
-
 Make = Callable[[Setting, SearchOptions], Search]
 """Makes the search that begins from a setting."""
 _KEPT = ("select_interval", "deferred_update")  # no search changes them: they stay as the user has them
-
-
 _LOWER_RATIOS = (0.4, 0.6, 0.8, 0.9)
 _FEW_CORES = 4  # fewer usable cores leave no choice of threads
+_logger = logging.getLogger("zftune")
+
+
+@dataclass(frozen=True, slots=True)
+class WorldInfo:
+    """The ranks that train one model."""
+
+    ranks: int = 1
+    here: int = 1
+    """On this machine: they share its cores."""
+    nodes: int = 1
+    shards: int = 1
+    """Ranks that share out the state of each weight by rows; 1: each has all of it."""
+    keeps_whole: bool = False
+    """Whether these have all of the weights all the same (`zenflow.Partition`)."""
+
+
+SINGLE_RANK = WorldInfo()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneRequest:
+    """What the user asks for."""
+
+    quality: Quality
+    micro_batch: int = 0
+    """Sequences of a rank's pass; 0: not known, as of `sequence`."""
+    sequence: int = 0
+    zero_stage: int = 0
+    tune_memory: bool = False
+    fresh: bool = False
+    search: SearchOptions = field(default_factory=SearchOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupStats:
+    """What the warm-up showed."""
+
+    config: ZenFlowConfig
+    steps: tuple[StepStats, ...]
+    has_loss: bool
+    asked: ZenFlowConfig | None = None
+    """By the user, where the training resumes from a saved state that had others; None: those in force."""
+    begins_anew: bool = False
+
+    @property
+    def step_ms(self) -> float:
+        """Of a step; 0: not known."""
+        return _median(one.step_ms for one in self.steps if one.step_ms)
+
+    @property
+    def compute_ms(self) -> float:
+        """Of a step, without its waits because of offloading."""
+        return _median(busy_ms(one) for one in self.steps if one.step_ms)
+
+    @property
+    def coverage(self) -> MeasuredCoverage | None:
+        curves = [one.coverage_curve for one in self.steps if one.coverage_curve is not None]
+        found, _ = measured_coverage(curves, (self.config.topk_ratio,))
+        return found if isinstance(found, MeasuredCoverage) else None
+
+    @property
+    def movement_percent(self) -> float | None:
+        """How far a step moves the deferred weights, by the second half of it: an optimizer begins with long steps."""
+        return movement_percent(self.steps[len(self.steps) // 2 :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFacts:
+    """A training that warmed up."""
+
+    wishes: TuneRequest
+    run: RunFacts | None
+    """None, as `here`: nothing is remembered of it."""
+    here: MachineInfo | None
+    config: ZenFlowConfig
+    has_loss: bool
+    step_ms: float
+    """0: not known."""
+    compute_ms: float
+    """Of a step, without its waits because of offloading."""
+    coverage: MeasuredCoverage | None
+    """None: to be assumed."""
+    load: Load
+    model: ModelFacts
+    company: WorldInfo = SINGLE_RANK
+    rig: Rig | None = None
+    """None: no emulated accelerator."""
+    machine: Machine | None = None
+    """None: nothing can be predicted."""
+    has_memory: bool = False
+    """Whether there is device memory that others may need more of."""
+    device_limit_bytes: int | None = None
+    """Most that a live trial may take at the peak; None: there is no such limit."""
+    movement_percent: float | None = None
+    """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
+    movement_rate: float | None = None
+    """As of `Outcome`."""
+    learning_rate: float | None = None
+    begins_anew: bool = False
+
+
+class Reader:
+    """Knows the model and the machine; made before training begins, since on a GPU it measures the machine.
+
+    Args:
+        remembered: whether to read what a store keeps runs and presets by.
+        name: of the model; None: that of its class.
+    """
+
+    def __init__(
+        self,
+        optimizer: ZenFlowOptimizer,
+        wishes: TuneRequest,
+        *,
+        remembered: bool = True,
+        company: WorldInfo = SINGLE_RANK,
+        name: str | None = None,
+    ) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self.module = optimizer.module or nn.ParameterList(parameters)
+        self._groups = optimizer.param_groups
+        self._rates = rates(self._groups)
+        self._name = name
+        self.notices: list[str] = []
+        self._dtype = parameters[0].dtype
+        self._wishes, self._remembered, self._company = wishes, remembered, company
+        device, self._partitioned = optimizer.device, optimizer.is_partitioned
+        self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
+        self._device_limit_bytes = device_limit(optimizer)
+        self._has_memory = device.total_bytes() is not None
+        self._machine = self._measured(device.torch_device) if self._has_memory and self._rig is None else None
+
+    def facts(self, seen: WarmupStats) -> TrainingFacts:
+        """Read them from the warm-up; may be called from any thread."""
+        rig, wishes = self._rig, self._wishes
+        # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
+        shards = self._company.ranks if self._partitioned else ranks_with_rows(self._groups[0]["params"][0])
+        company = replace(self._company, shards=shards, keeps_whole=self._partitioned)
+        name, run, here = self._name or _name_of(self.module), None, None
+        if self._remembered:
+            here = self._here()
+            run = RunFacts.of(
+                self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
+                name=name, rig=None if rig is None else rig.name, stage=wishes.zero_stage,
+                world_size=company.ranks, nodes=company.nodes, shards=company.shards,
+            )  # fmt: skip
+        return TrainingFacts(
+            wishes=wishes,
+            run=run,
+            here=here,
+            config=seen.asked or seen.config,
+            has_loss=seen.has_loss,
+            step_ms=seen.step_ms,
+            compute_ms=seen.compute_ms,
+            coverage=seen.coverage,
+            load=Load.of(seen.steps, self.module),
+            model=ModelFacts.from_module(name, self.module),
+            company=company,
+            rig=rig,
+            machine=self._machine if rig is None else rig_machine(rig),
+            has_memory=self._has_memory,
+            device_limit_bytes=self._device_limit_bytes,
+            movement_percent=at_full_rate(seen.movement_percent, self._groups, self._rates),
+            movement_rate=rate_at_full(self._groups, self._rates),
+            learning_rate=highest_rate(self._groups),
+            begins_anew=seen.begins_anew,
+        )
+
+    def _here(self) -> MachineInfo:
+        """With the cores that are this rank's."""
+        found = MachineInfo.now(None if self._rig is None else self._rig.name)
+        if self._company.here == 1 or found.usable_cores is None:
+            return found
+        return replace(found, usable_cores=max(1.0, found.usable_cores // self._company.here))
+
+    def _measured(self, device: torch.device) -> Machine | None:
+        _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
+        try:
+            with torch.cuda.device(device):
+                return Machine.here()
+        except (ZftuneError, RuntimeError, MemoryError) as error:
+            self.notices.append(f"This machine could not be measured: {error}.")
+            return None
+
+
+def _name_of(module: nn.Module) -> str:
+    """Of its class, as it was before FSDP2 made another of it."""
+    own, above, *others = (kind.__name__ for kind in type(module).__mro__)
+    return others[0] if above == "FSDPModule" else own
+
+
+def device_limit(optimizer: ZenFlowOptimizer) -> int | None:
+    """Bytes of device memory that a live trial may reach; None where there is no such memory."""
+    total = optimizer.device.total_bytes()
+    return None if total is None else round(total - max(HEADROOM * total, LEAST_HEADROOM_BYTES))
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values) or [0.0])
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A search that can begin, or go on."""
+    """A search that can begin, or be resumed."""
 
     search: Search
     recording: Recording | None
@@ -46,38 +256,29 @@ class Prepared:
     sentence: str = ""
     """Where it begins from; "": the user's own knobs."""
     resumed: bool = False
-    """Whether it goes on with an earlier run, whose best settings so far hold."""
+    """Whether it resumes an earlier run, whose best settings so far hold."""
     paused: bool = False
     """Whether somebody paused it in an earlier life."""
 
     @property
     def recorder(self) -> StoreRecorder | None:
-        """What writes it down; None: nothing does."""
         return None if self.recording is None else self.recording.recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """The request for a search.
-
-    Args:
-        ratios: for presets of other machines; None: none of these.
-        least_ratio: offload ratio at least: a lower one takes more GPU memory.
-        fresh: neither preset nor earlier run.
-        run_id: of the training that asks: where the store has it, its search was ended, and goes on whatever else is
-            wanted; else a run that begins is called so.
-        learning_rate: of the training, at its highest; None: not known.
-        begins_anew: whether the training goes on from no saved state.
-        unsearched: what the user's knobs set besides.
-    """
+    """The request for a search."""
 
     own: Setting
     space: Space
     options: SearchOptions
     ratios: Ratios | None = None
+    """For presets of other machines; None: none of these."""
     least_ratio: float = 0.0
+    """Offload ratio at least: a lower one takes more GPU memory."""
     fresh: bool = False
     run_id: str | None = None
+    """Of the training: where the store has it, its search is resumed; else a new run is called so."""
     learning_rate: float | None = None
     begins_anew: bool = False
     unsearched: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +290,6 @@ class _Choice:
 
     sentence: str
     start: Setting | None = None
-    """To begin from."""
     candidate: Setting | None = None
     """To be compared before it is trusted."""
 
@@ -103,12 +303,11 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     if recording is None:
         return Prepared(make(own, wanted.options), None)
     recording.ratios = wanted.ratios
-    again = None if wanted.run_id is None else recording.known(wanted.run_id)
+    living = None if wanted.run_id is None else recording.living(wanted.run_id)
     wanted = replace(wanted, options=replace(wanted.options, barred=recording.barred()))
-    resumed = _resumed(again, recording, wanted, make)
+    resumed = _resumed(living, recording, wanted, make)
     if resumed is not None:
         return resumed
-    others = "" if wanted.fresh else recording.why_new()
     match = None if wanted.fresh else recording.preset()
     choice = _Choice("") if match is None else _choice(match, wanted)
     search = make(choice.start or own, wanted.options)
@@ -120,41 +319,40 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
         search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate, run_id=wanted.run_id,
         unsearched=wanted.unsearched,
     )  # fmt: skip
-    return Prepared(search, recording, f"{others} {choice.sentence}".strip())
+    return Prepared(search, recording, choice.sentence)
 
 
-def _resumed(again: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
+def _resumed(living: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
     """The run that lives, else the newest of the same search, if it was not finished."""
-    run = again
+    run = living
     if run is None and not wanted.fresh:
         run = recording.unfinished(wanted.own.knobs(), search_settings(wanted.options, wanted.space))
     start = None if run is None else recording.began_from(run)
     if run is None or start is None:
         return None
     search = make(start, wanted.options)
-    is_another = again is None and wanted.begins_anew
+    is_another = living is None and wanted.begins_anew
     recorder = recording.resume(run, search, wanted.learning_rate, is_another=is_another)
     if recorder is None:
         return None
     new = search.notes[recorder.earlier_notes :]
-    rate = next((note.reason for note in reversed(new) if LEARNING_RATE in note.details), "")
+    rate = next((messages.sentence(note) for note in reversed(new) if LEARNING_RATE in note.details), "")
     earlier = ""
-    if again is None:
-        own = wanted.own if wanted.begins_anew or rate else None
-        earlier = recording.bound(search, wanted.space, own)
-    made = search.measurements
-    kept = f": {made} measurement{' is' if made == 1 else 's are'} kept" if made else ""
-    anew = " (--fresh, or fresh=True of zftune.attach, begins anew)"
-    more = anew if again is None else ""  # the training itself goes on
-    told = (f"Goes on with run {run.run_id[:8]}{kept}{more}.", rate, earlier)
+    if living is None:
+        earlier = recording.bound(search, wanted.space, wanted.own if wanted.begins_anew or rate else None)
+    kept = f" with {messages.count(search.measurements, 'measurement')}" if search.measurements else ""
+    more = " (--fresh, or fresh=True of zftune.attach, begins anew)" if living is None else ""
+    told = (f"Resumes run {run.run_id[:8]}{kept}{more}.", rate, earlier)
     return Prepared(search, recording, " ".join(filter(None, told)), resumed=True)
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
     """Whether to begin from a preset, to look at it first, or to leave it."""
     preset, own = match.preset, wanted.own
+    # Where a window is given without its lag, the lag is the whole window.
+    knobs = {**({"apply_lag": None} if "update_interval" in match.knobs else {}), **match.knobs}
     try:
-        measured = Setting.of(replace(own.config(ZenFlowConfig()), **_whole(match.knobs)))
+        measured = Setting.of(replace(own.config(ZenFlowConfig()), **knobs))
     except (BadInputError, ConfigError, TypeError) as error:
         return _Choice(f"Preset {preset.name} is not used: {error}.")
     setting = replace(measured, **{name: getattr(own, name) for name in _KEPT})
@@ -165,14 +363,9 @@ def _choice(match: Match, wanted: SearchRequest) -> _Choice:
         reason = match.reason if match.provisional else f"preset {preset.name} was measured with other fixed settings"
         return _Choice(f"Looks at a preset first: {reason}.", candidate=setting)
     gain, noise = preset.evidence.gain, preset.evidence.gain_error
-    known = f"about {100 * gain:.2g}%" if noise is None else shares(gain, noise)
-    saved = f"where it saved {known}" if gain > 0 else "as the best there"
+    size = f"about {100 * gain:.2g}%" if noise is None else shares(gain, noise)
+    saved = f"where it saved {size}" if gain > 0 else "as the best there"
     return _Choice(f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}.", setting)
-
-
-def _whole(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset's knobs; where a window is given without its lag, the lag is the whole window."""
-    return {**({"apply_lag": None} if "update_interval" in knobs else {}), **knobs}
 
 
 def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
@@ -196,64 +389,24 @@ def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class NoForecast:
-    """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured.
-
-    Args:
-        has_memory: whether there is device memory that others may need more of.
-    """
+    """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured."""
 
     step_ms: float
     start: Setting
     has_memory: bool
+    """Whether there is device memory that others may need more of."""
 
     def __call__(self, setting: Setting) -> Forecast:
-        """The prediction for a setting."""
         more = setting.topk_ratio > self.start.topk_ratio or setting.offload_ratio < self.start.offload_ratio
         if self.has_memory and more:
             return Forecast(self.step_ms, excess=1.0, reason="it needs more GPU memory, by an unknown amount")
         return Forecast(self.step_ms)
 
 
-class Preparation:
-    """Makes a search in the process that trains; made before training begins (see `zftune.tuner.training_info.Reader`).
-
-    Args:
-        store: gives the open store, in the thread that prepares; None: nothing is remembered.
-        name: of the model; None: that of its class.
-    """
-
-    def __init__(
-        self,
-        optimizer: ZenFlowOptimizer,
-        wishes: TuneRequest,
-        store: Callable[[], Store] | None,
-        company: WorldInfo = SINGLE_RANK,
-        name: str | None = None,
-    ) -> None:
-        self.reader = Reader(optimizer, wishes, remembered=store is not None, company=company, name=name)
-        self._store = store
-
-    @property
-    def notices(self) -> list[str]:
-        """Sentences: what could not be had."""
-        return self.reader.notices
-
-    def prepare(self, seen: WarmupStats) -> Prepared:
-        """Make the search from the warm-up; may be called from any thread."""
-        store = None if self._store is None else self._store()
-        return prepare(self.reader.facts(seen), store, self.notices)
-
-
-def prepare(
-    facts: TrainingFacts,
-    store: Store | None,
-    notices: list[str],
-    run_id: str | None = None,
-) -> Prepared:
+def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None) -> Prepared:
     """Make the search of a training, in its process or in the daemon.
 
-    `notices` takes sentences about what is missing; `run_id` names a training that may have been tuned before; None: a
-    new run gets some name.
+    `run_id` names a training that may have been tuned before; None: a new run gets some name.
     """
     wishes, base = facts.wishes, Setting.of(facts.config)
     space = space_for(
@@ -263,17 +416,22 @@ def prepare(
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
     )  # fmt: skip
-    forecast = _forecast(facts, base, notices)
-    rates = forecast.rates if isinstance(forecast, PlannerForecast) else None
+    forecast = _forecast(facts, base)
+    planner = forecast if isinstance(forecast, PlannerForecast) else None
 
     def make(start: Setting, options: SearchOptions) -> Search:
         least = 0.0 if wishes.tune_memory else start.offload_ratio
-        planning = None
-        if isinstance(forecast, PlannerForecast):
-            planning = Planning(forecast, space, least)
-        planned = () if planning is None else planning.planned()[:1]
-        search = Search(space, start, forecast, planned, options, planning)
-        search.book.device_limit_bytes = facts.device_limit_bytes
+        now_planner = planner
+
+        def replan(before: Pace | None, now: Pace) -> tuple[Forecaster, Sequence[Setting]]:
+            nonlocal now_planner
+            assert now_planner is not None
+            now_planner = replace(now_planner, rates=changed(now_planner.rates, before, now))
+            return now_planner, now_planner.planned(space, least_ratio=least)
+
+        planned = () if planner is None else planner.planned(space, least_ratio=least)[:1]
+        search = Search(space, start, forecast, planned, options, None if planner is None else replan)
+        search.device_limit_bytes = facts.device_limit_bytes
         return search
 
     recording = None
@@ -282,61 +440,26 @@ def prepare(
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
-        ratios=None if rates is None else ratios_of(facts.load, rates), run_id=run_id,
+        ratios=None if planner is None else ratios_of(facts.load, planner.rates), run_id=run_id,
         learning_rate=facts.learning_rate, begins_anew=facts.begins_anew, unsearched=unsearched(facts.config),
     )  # fmt: skip
     prepared = begin(recording, wanted, make)
-    notices.extend(_of_lateness(space, base, prepared))
+    for text in ("" if planner is not None else messages.NOT_PREDICTED, "" if prepared.resumed else prepared.sentence):
+        if text:
+            prepared.search.remark(text)
     return prepared
 
 
-def _of_lateness(space: Space, base: Setting, prepared: Prepared) -> Iterator[str]:
-    """What is to be told of the bound on lateness, and of what the search begins from because of it."""
-    if space.quality == "exact":
-        return
-    if space.fixed_because:
-        yield f"Settings that change the trajectory stay: {space.fixed_because}."
-        return
-    if space.movement_percent is None:
-        yield (
-            "How far the weights move in a step is not known yet: until a measurement tells it, late updates are "
-            "bounded by their lateness, not by the loss that they may cost."
-        )
-        return
-    begins_earlier = not prepared.resumed and prepared.search.book.incumbent.setting == space.base
-    if begins_earlier and (violation := space.violation(base)) is not None:
-        yield f"Begins from {space.base} instead of {base.differences(space.base)}: {violation.reason}."
-
-
-@dataclass(slots=True)
-class Planning:
-    """The planner, to be asked again; the forecast is of the machine at the beginning."""
-
-    forecast: PlannerForecast
-    space: Space
-    least_ratio: float
-
-    def learn(self, before: Pace | None, now: Pace) -> None:
-        """Take in by how much the machine's rates have changed."""
-        self.forecast = replace(self.forecast, rates=changed(self.forecast.rates, before, now))
-
-    def planned(self) -> Sequence[Setting]:
-        """The planner's own choices, best first."""
-        return self.forecast.planned(self.space, least_ratio=self.least_ratio)
-
-
-def _forecast(facts: TrainingFacts, start: Setting, notices: list[str]) -> Forecaster:
-    model, machine, wishes = facts.model, facts.machine, facts.wishes
+def _forecast(facts: TrainingFacts, start: Setting) -> Forecaster:
+    machine, wishes = facts.machine, facts.wishes
     if machine is None:
-        notices.append(messages.NOT_PREDICTED)
         return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
     measured_ms = facts.compute_ms if facts.rig is None else 0.0
     job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)
-    return forecast_for(model, machine, job, facts.config, company=facts.company, rig=facts.rig)
+    return forecast_for(facts.model, machine, job, facts.config, company=facts.company, rig=facts.rig)
 
 
 def _usable_cores() -> float | None:
-    """Of this process."""
     from zftune.telemetry import hardware
 
     cores: float | None = hardware()["usable_cores"]

@@ -109,7 +109,6 @@ class Setting:
         return found
 
     def config(self, base: ZenFlowConfig) -> ZenFlowConfig:
-        """A configuration with this setting; the rest as in `base`."""
         return replace(base, **self.knobs())
 
     @property
@@ -158,7 +157,6 @@ LAG_SHARES = (0.0, 0.5, 1.0)
 OFFLOAD_RATIOS = (0.4, 0.6, 0.8, 0.9, 1.0)
 
 _ROUNDING = 1e-9
-_FEASIBLE_POINTS = 40
 
 Coverage = Callable[[float], float]
 """Share of the gradient energy in the top k columns, for every k from 0 to 1."""
@@ -177,7 +175,6 @@ class Forecast:
     excess: float = 0.0
     """Above 0: it breaks a limit of memory, by this share of it."""
     reason: str = ""
-    """Which, in words."""
 
 
 Forecaster = Callable[[Setting], Forecast]
@@ -224,7 +221,6 @@ class Space:
     movement_rate: float | None = None
 
     def setting(self, indices: Mapping[str, int]) -> Setting:
-        """The setting at one choice of each dimension."""
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
         interval = values.get("update_interval", self.base.update_interval)
         share = values.pop("lag_share", self.base.apply_lag / self.base.update_interval)
@@ -233,7 +229,6 @@ class Space:
         return replace(self.base, **values, apply_lag=lag)
 
     def indices(self, setting: Setting) -> dict[str, int]:
-        """The choices nearest to a setting, in or out of the space."""
         values = {**setting.knobs(), "lag_share": _share(setting)}
         return {one.name: _nearest(one.choices, values[one.name]) for one in self.dimensions}
 
@@ -381,36 +376,3 @@ def _nearest(choices: Sequence[Any], value: Any) -> int:
     if value is None:  # default threads: one on each core that is left, the most of the choices
         return len(choices) - 1
     return min(range(len(choices)), key=lambda index: abs(choices[index] - value))
-
-
-def feasible(space: Space) -> list[dict[str, float]] | None:
-    """Longest windows at each k, `update_interval` at the least lag and `with_any_lag` at the most; None where k and S
-    are fixed.
-
-    Staleness is linear in S, so that these need not be whole.
-
-    Returns:
-        `update_interval`: the longest with the least lag; `with_any_lag`: the longest with the most lag. Staleness is
-        linear in S, so that these need not be whole.
-    """
-    names = {one.name: one.choices for one in space.dimensions}
-    if space.fixed_because or not space.budget or not {"topk_ratio", "update_interval"} <= set(names):
-        return None
-    most = max(names["topk_ratio"])
-    found = []
-    for share in (most * (index / _FEASIBLE_POINTS) ** 2 for index in range(_FEASIBLE_POINTS + 1)):
-        one, other = (_costs(space, share, interval, names.get("overlap_step")) for interval in (1, 2))
-        if other[0] > one[0]:
-            longest, any_lag = (1 + (space.budget - low) / (high - low) for low, high in zip(one, other, strict=True))
-            found.append({"topk_ratio": share, "update_interval": longest, "with_any_lag": any_lag})
-    return found
-
-
-def _costs(space: Space, share: float, interval: int, overlaps: Sequence[bool] | None) -> tuple[float, float]:
-    """The least and the most that a k and an S cost, by lag."""
-    costs = [
-        space.cost(replace(space.base, topk_ratio=share, update_interval=interval, apply_lag=lag, overlap_step=overlap))
-        for lag in (1, interval)
-        for overlap in (overlaps or (space.base.overlap_step,))
-    ]
-    return min(costs), max(costs)

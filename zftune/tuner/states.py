@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zftune.store.types import TrialState
-from zftune.tuner.blocks import BlockNoise
-from zftune.tuner.cost import ExplorationCost
-from zftune.tuner.evidence import Gain
+from zftune.tuner.evidence import BlockNoise, Gain
 from zftune.tuner.pace import Pace
 from zftune.tuner.space import Forecast, Setting
 
@@ -23,37 +22,33 @@ AT_S = "at_s"
 """In the details of a remark that is written down later: what the process that trains had counted when it was made."""
 LEARNING_RATE = "learning_rate"
 UNSEARCHED = "unsearched"
-"""In a run's settings: of its first training, at its highest; in those of a remark: of the one that goes on."""
+"""In a run's settings: knobs that no search changes, where they are not the defaults."""
 TRAINED_ON = "trained_on"
-"""In those of a remark: the tuning ended, and the training did not."""
-REFERENCES = ("start", "reference")
-"""Who proposes what the best so far gains over: the starting point, or what had to take its place."""
+"""In the details of a remark: the tuning ended, and the training did not."""
 FAR_SLOWER = 3.0
 """Times the incumbent's: a block that is so slow is ended early, and counts."""
 LEAST_STEPS = 8
-"""Of a block that is ended early."""
+_NEWEST = 5
 
 
 @dataclass(frozen=True, slots=True)
 class BarredSetting:
-    """One that is not tried again."""
+    """One that is not tried again: a training did not survive it, or somebody rolled it back."""
 
     setting: Setting
     kind: Literal["crash", "rollback"]
-    """A training did not survive it, or somebody rolled it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How a search goes on."""
+    """How a search proceeds."""
 
     seed: int = 0
     sampler: Sampler = "belief"
-    """"none": only what the planner proposes."""
     most_measurements: int | None = None
     """Blocks at most; None: no limit but what exploring may cost."""
     cost_share: float = 0.01
-    """Of the elapsed time that exploring may cost, beyond `cost_floor_s`."""
+    """Of the elapsed time that exploring may cost, if that is more than `cost_floor_s`."""
     cost_floor_s: float = 108.0
     hold: bool = False
     """Where nothing is worth a unit or can be paid now: rest, rather than stop."""
@@ -61,8 +56,7 @@ class SearchOptions:
     """Where the limit on measurements is reached: rest, too, as the daemon does, whose commands are still taken."""
     thinking_s: float | None = None
     """In simulated time, how long a thought takes; None: as long as it really did."""
-    barred: tuple[BarredSetting, ...] = field(default=())
-    """In earlier runs: never tried."""
+    barred: tuple[BarredSetting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,6 @@ class Request:
     setting: Setting
     role: Role
     trial: int
-    """Its number in the search."""
     discard: int
     """Steps after the change that do not count: the first window."""
     steps: int
@@ -84,7 +77,7 @@ class Request:
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
     incumbent_step_ms: float | None = None
-    """What the incumbent takes; None: not known, or it runs itself."""
+    """None: not known, or the incumbent runs itself."""
 
     def ends_early(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> bool:
         """Whether the steps so far are enough: they are far slower than the incumbent's."""
@@ -100,27 +93,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class UnmeasuredSteps:
-    """Steps that belong to no measurement: somebody thinks, or a change of knobs is under way."""
+    """Steps that belong to no measurement: the next one is being chosen, or knobs change."""
 
     seconds: float = 0.0
     """Of those under the incumbent."""
     late_s: float = 0.0
-    """Of those that a setting that is not the incumbent took: the step that changed to it, and those after its
-    measurement."""
+    """Of those that another setting took: the step that changed to it, and those after its measurement."""
     late_steps: int = 0
-    """How many of the latter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a request."""
+    """The result of a request."""
 
     status: Literal["measured", "void", "crashed"]
     steps_ms: tuple[float, ...] = ()
-    """Of the steps that count, in order."""
     discarded_ms: tuple[float, ...] = ()
     tokens: int = 1
-    """Of a step."""
     moves: tuple[bool, ...] = ()
     """Which steps that count selected or exchanged columns; (): none is known to."""
     taken_ms: tuple[float, ...] = ()
@@ -129,28 +118,25 @@ class Outcome:
     """Peak; None: not measured."""
     host_bytes: int | None = None
     reason: str = ""
-    """Why it was not measured."""
     between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
     called_off: bool = False
-    """Void because nobody wanted it any more, such as in a pause: that does not speak against measuring it again."""
+    """Void because it was no longer wanted, such as in a pause: that does not speak against measuring it again."""
     pace: Pace | None = None
     """What the steps that count showed of the machine; None: nothing."""
     ranks_ms: tuple[float, ...] = ()
-    """What a step took each of several ranks without its waits in collectives; (): not known."""
+    """Step of each of several ranks without its waits in collectives; (): not known."""
     movement_percent: float | None = None
     """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
     movement_rate: float | None = None
-    """That rate, or the one that held where it falls already; None: not known, or one for each of several groups."""
+    """That rate, or the current one if the schedule is past it; None: not known, or one for each of several groups."""
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
         return (sum(self.steps_ms) + sum(self.discarded_ms)) / 1e3
 
     @property
     def step_count(self) -> int:
-        """All its steps."""
         return len(self.steps_ms) + len(self.discarded_ms)
 
     @property
@@ -161,15 +147,44 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What was found out beside the search, and when."""
+    """A finding beside the search, and when it was made."""
 
     reason: str
-    """A sentence."""
     at_s: float
-    """What the process that trains had counted by then."""
+    """By the count of the process that trains."""
     at_unix_s: float
     step: int = 0
-    """The last by then."""
+
+
+@dataclass(slots=True)
+class ExplorationCost:
+    """Time of challengers beyond the incumbent's for the same steps, changes of knobs included, and its limit."""
+
+    share: float
+    """Of the elapsed time that it may be."""
+    floor_s: float
+    spent_s: float = 0.0
+    elapsed_s: float = 0.0
+    changes_s: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, steps: int, incumbent_step_s: float | None) -> None:
+        """Count time of steps, discarded ones too; `incumbent_step_s` None: the incumbent itself ran."""
+        self.elapsed_s += seconds
+        if incumbent_step_s is not None:
+            self.spent_s += max(0.0, seconds - steps * incumbent_step_s)
+
+    def changed(self, seconds: float, steps: int, incumbent_step_s: float) -> None:
+        """Learn what a change of knobs and back costs; the arguments are those of `add`, which counts them."""
+        self.changes_s = [*self.changes_s[1 - _NEWEST :], max(0.0, seconds - steps * incumbent_step_s)]
+
+    @property
+    def change_s(self) -> float:
+        """What a change of knobs costs, on average of the last; 0: not known yet."""
+        return statistics.fmean(self.changes_s) if self.changes_s else 0.0
+
+    @property
+    def allowed_s(self) -> float:
+        return max(self.floor_s, self.share * self.elapsed_s)
 
 
 @dataclass(slots=True)
@@ -192,17 +207,13 @@ class Trial:
     incumbent: int = 0
     """The trial that it was compared with."""
     gains: list[float] = field(default_factory=list)
-    """Of its units, over that one."""
     blocks: int = 0
     log_us: float = 0.0
     """Mean of its blocks' values: logarithms of microseconds per token."""
     device_bytes: int | None = None
     host_bytes: int | None = None
-    pace: Pace | None = None
-    """Of its last measurement."""
 
     def keep(self, values: Sequence[float]) -> None:
-        """Take in the values of its blocks."""
         for value in values:
             self.blocks += 1
             self.log_us += (value - self.log_us) / self.blocks
@@ -239,11 +250,8 @@ class Unit:
 
     trial: int
     size: int
-    """Steps of a block."""
     before: Block | None = None
-    """Of the incumbent."""
     blocks: tuple[Block, ...] = ()
-    """Of the challenger."""
     is_look: bool = False
     """Whether it is the first of this pair: one block of the challenger."""
     voids: int = 0
@@ -256,7 +264,6 @@ class Resting:
 
     steps: int
     """That are left of it."""
-    reason: str = ""
     is_idle: bool = False
     """Whether nothing is worth a unit; else none can be paid yet."""
     kind: Literal["resting"] = "resting"
@@ -266,7 +273,6 @@ class Resting:
 class Stopped:
     """The search is over."""
 
-    reason: str
     final: bool = False
     """Also for a later training of the run."""
     kind: Literal["stopped"] = "stopped"
@@ -288,8 +294,17 @@ class Pair:
     """The same without what other processes took; empty: not known."""
     weights: list[float] = field(default_factory=list)
     """1: a whole unit; less where the challenger had one block."""
-    adopted_after: int | None = None
-    """How many units there were when it was adopted: the later ones are free of the winner's luck."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One observation: `challenger`'s time was below `incumbent`'s by `gain`, a difference of logarithms."""
+
+    incumbent: int
+    """Its place in the pool."""
+    challenger: int
+    gain: float
+    variance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,45 +318,116 @@ class Adoption:
     error: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
+class Book:
+    """Trials by number, the first of them the starting point, and which of them is the incumbent."""
+
+    trials: list[Trial]
+    barred: list[BarredSetting] = field(default_factory=list)
+    adoptions: list[Adoption] = field(default_factory=list)
+    """All of them, but for those that were rolled back."""
+    chain: list[Adoption] = field(default_factory=list)
+    """Those since `reference`, which made the incumbent what it is."""
+    incumbent_number: int = 0
+    reference_number: int = 0
+    tokens: int = 1
+    log_us: float | None = None
+    """Of the incumbent's newest block, a logarithm of microseconds per token; None: not measured."""
+    gain: Gain | None = None
+    """Of the incumbent over the reference; None: it is that."""
+
+    @property
+    def incumbent(self) -> Trial:
+        return self.trials[self.incumbent_number]
+
+    @property
+    def reference(self) -> Setting:
+        """What the incumbent gains over: the starting point, or what had to take its place."""
+        return self.trials[self.reference_number].setting
+
+    @property
+    def incumbent_step_ms(self) -> float:
+        """Step time of its newest block; 0 before it was measured."""
+        return 0.0 if self.log_us is None else math.exp(self.log_us) * self.tokens / 1e3
+
+    def step_ms(self, trial: Trial) -> float | None:
+        """Mean step time of a trial's blocks; None: it has none."""
+        return math.exp(trial.log_us) * self.tokens / 1e3 if trial.blocks else None
+
+    def why_barred(self, setting: Setting) -> Literal["crash", "rollback"] | None:
+        """Why a setting is never tried again; None: it may be."""
+        return next((one.kind for one in self.barred if one.setting == setting), None)
+
+    def adopt(self, trial: Trial, adoption: Adoption) -> None:
+        self.adoptions.append(adoption)
+        self.chain.append(adoption)
+        self.incumbent_number = trial.number
+        if trial.setting == self.reference:
+            self.reference_number = trial.number
+            self.chain.clear()
+        self.log_us = trial.log_us
+
+    def move_to(self, trial: Trial) -> None:
+        """Make a trial the incumbent that was not compared with the one before: gains are over it from here on."""
+        self.incumbent_number = self.reference_number = trial.number
+        self.chain.clear()
+        self.log_us = None
+
+    def roll_back(self) -> Trial:
+        """Make the setting before the last adoption the incumbent again; the one that was adopted is barred."""
+        last = self.adoptions.pop()
+        barred = self.trials[last.trial]
+        if self.chain and self.chain[-1] == last:
+            self.chain.pop()
+            self.incumbent_number, self.log_us = last.replaced, None
+        else:
+            self.move_to(self.trials[last.replaced])
+        self.barred.append(BarredSetting(barred.setting, "rollback"))
+        return barred
+
+    def crash(self, trial: Trial, reason: str) -> None:
+        self.barred.append(BarredSetting(trial.setting, "crash"))
+        trial.state, trial.reason = TrialState.CRASHED, reason
+
+
+@dataclass(slots=True, kw_only=True)
 class SearchState:
     """All that a search knows: it goes on from here as if it had never been interrupted."""
 
-    movement_percent: float | None
-    """That bounds lateness; None: it was not measured."""
-    movement_rate: float | None
-    state: State
-    trials: tuple[Trial, ...]
-    incumbent: int
-    reference: int
-    """The trial that the incumbent's gain is over."""
-    adoptions: tuple[Adoption, ...]
-    chain: tuple[Adoption, ...]
-    """The adoptions since the reference."""
-    barred: tuple[BarredSetting, ...]
-    tokens: int
-    log_us: float | None
-    """Of the incumbent's newest block; None: not measured."""
-    gain: Gain | None
-    """Of the incumbent over the reference; None: it is that."""
-    pairs: tuple[Pair, ...]
-    lessons: tuple[tuple[int, int, float, float], ...]
-    """Incumbent and challenger by their places in the pool, gain and variance."""
-    pool: tuple[Setting, ...]
-    planned: tuple[Setting, ...]
-    noise: BlockNoise
-    own_noise: BlockNoise
-    last: Block | None
-    """The incumbent's block that ended the unit before, if nothing came between."""
-    wanted: tuple[tuple[Setting, str], ...]
-    """Settings to look at first, and who proposes them."""
-    is_open: bool
-    """Whether the visit of the last trial goes on."""
-    measurements: int
-    rests: int
-    surprises: int
+    book: Book
     cost: ExplorationCost
-    pace: Pace | None
+    state: State = field(default_factory=Opening)
+    planned: list[Setting] = field(default_factory=list)
+    wanted: list[tuple[Setting, str]] = field(default_factory=list)
+    movement: tuple[float, float | None] | None = None
+    """The newest that bounds lateness, in percent of the weights, and its learning rate; None: not measured."""
+    ranks_ms: tuple[float, ...] = ()
+    """Of the newest measurement that tells; (): not known."""
+    pairs: list[Pair] = field(default_factory=list)
+    pool: list[Setting] = field(default_factory=list)
+    """What something is believed of; it only grows."""
+    lessons: list[Lesson] = field(default_factory=list)
+    noise: BlockNoise = field(default_factory=BlockNoise)
+    own_noise: BlockNoise = field(default_factory=BlockNoise)
+    last: Block | None = None
+    """The incumbent's block that ended the unit before, if nothing came between."""
+    is_open: bool = False
+    """Whether the visit of the last trial goes on."""
+    measurements: int = 0
+    rests: int = 0
+    surprises: int = 0
+    pace: Pace | None = None
     """Of the incumbent when the planner was asked last."""
-    paces: tuple[Pace, ...]
-    """Of its newest blocks."""
+    paces: list[Pace] = field(default_factory=list)
+
+    def pair(self, challenger: Setting) -> Pair:
+        incumbent = self.book.incumbent.setting
+        for pair in self.pairs:
+            if (pair.incumbent, pair.challenger) == (incumbent, challenger):
+                return pair
+        self.pairs.append(Pair(incumbent, challenger, len(self.pairs) + 1))
+        return self.pairs[-1]
+
+    def forget_units(self) -> None:
+        """Units of the past prove nothing any more; how many challengers there were stays."""
+        self.pairs = [replace(one, gains=[], own=[], weights=[]) for one in self.pairs]

@@ -5,8 +5,7 @@ Imported where a search begins, since Optuna takes half a second to load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ _OWN: tuple[Sampler, ...] = ("belief", "none")
 
 
 class BeliefSampler(BaseSampler):
-    """Proposes what `best` says: the largest expected improvement by what is believed of all settings."""
+    """Proposes what `best` returns: the largest expected improvement by what is believed of all settings."""
 
     def __init__(self, space: Space, best: Callable[[], Setting | None]) -> None:
         self._space, self._best = space, best
@@ -39,31 +38,27 @@ class BeliefSampler(BaseSampler):
         """The last proposal itself, which may lie between the choices of the study's parameters."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The parameters of the space."""
         return distributions(self._space)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The proposal's choices; none where nothing is left to be tried."""
         self.chosen = self._best()
         return {} if self.chosen is None else dict(self._space.indices(self.chosen))
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """The choice of the user's own setting."""
         return self._space.indices(self._space.base)[param_name]
 
 
 class RacePruner(BasePruner):
-    """Ends the visit of a setting once another one is worth more; `outdone` says whether."""
+    """Ends the visit of a setting once another one is worth more; `outdone` decides."""
 
     def __init__(self, outdone: Callable[[], bool]) -> None:
         self._outdone = outdone
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Whether the visit ends."""
         return self._outdone()
 
 
@@ -88,16 +83,15 @@ class SearchStudy:
     ) -> None:
         self._space, self._name, self._seed, self._may_run = space, sampler, seed, may_run
         self._belief = BeliefSampler(space, best)
-        with _quiet():
+        before = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # its line about a new study is not for the user
+        try:
             self.study = optuna.create_study(direction="minimize", pruner=RacePruner(outdone), sampler=self._belief)
+        finally:
+            optuna.logging.set_verbosity(before)
         self._open: optuna.Trial | None = None
         self._units = 0
         """Of the open visit."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a visit goes on."""
-        return self._open is not None
 
     def propose(
         self, number: int, incumbent: Setting, value: Callable[[Setting], float], rejected: list[tuple[Setting, Params]]
@@ -129,11 +123,13 @@ class SearchStudy:
                 return None
         return None
 
-    def visit(self, params: Params) -> None:
-        """Open a visit that somebody else has proposed."""
+    def visit(self, params: Params, gains: Sequence[float] = ()) -> None:
+        """Open a visit that was proposed elsewhere, or has begun before with these gains."""
         self.study.enqueue_trial(dict(params))
         self._open = self.study.ask(distributions(self._space))
         self._units = 0
+        for gain in gains:
+            self.report(gain)
 
     def report(self, gain: float) -> bool:
         """Take a unit's gain; whether the pruner ends the visit."""
@@ -156,26 +152,18 @@ class SearchStudy:
             self.study.tell(trial, value)
 
     def refill(self, trials: Sequence[Trial]) -> None:
-        """Add the visits that are over, of this life or an earlier one."""
-        choices = distributions(self._space)
         for one in trials:
             if one.value is not None:
                 frozen = optuna.trial.create_trial(
                     state=OptunaState.COMPLETE,
                     value=one.value,
                     params=dict(one.params or self._space.indices(one.setting)),
-                    distributions=choices,
+                    distributions=distributions(self._space),
                     intermediate_values=dict(enumerate(one.gains)),
                     user_attrs={"knobs": one.setting.knobs()},
                     constraints={_CONSTRAINT: 1.0 if one.state is TrialState.REJECTED else 0.0},
                 )
                 self.study.add_trial(frozen)
-
-    def resume(self, trial: Trial) -> None:
-        """Open a visit again that had begun."""
-        self.visit(trial.params)
-        for gain in trial.gains:
-            self.report(gain)
 
     def _sampler(self, number: int) -> BaseSampler:
         """Made anew for each question, so that what it proposes follows from the run's seed and the trial's number."""
@@ -192,14 +180,3 @@ class SearchStudy:
 def distributions(space: Space) -> dict[str, BaseDistribution]:
     """The parameters of a space: which choice of each dimension."""
     return {one.name: IntDistribution(0, len(one.choices) - 1) for one in space.dimensions}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Optuna's log line about a new study off the user's screen."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)

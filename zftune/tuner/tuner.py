@@ -1,4 +1,4 @@
-"""What follows an optimizer and tunes it: first a warm-up, then the search beside the training, then nothing more."""
+"""Follows an optimizer and tunes it: first a warm-up, then the search beside the training, then nothing more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -23,29 +23,27 @@ from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
 from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
-from zftune.tuner.drivers import Ended, NullDriver, SearchDriver
-from zftune.tuner.executor import Change, Executor, TuningContext
+from zftune.tuner.drivers import Ended, SearchDriver
+from zftune.tuner.executor import Change, Executor, TuningContext, counted, holds, leave_tried
 from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
-from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import Search
+from zftune.tuner.setup import WarmupStats
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
-from zftune.tuner.training_info import WarmupStats
-from zftune.tuner.warm_up import KnownWindow, StepCount, counted, go_back, holds
 from zftune.tuner.worker import Background
 
-_logger = logging.getLogger("zftune")
-
-
 CONCLUDES = "concludes"
-"""Attribute of the log records that say at the end what was found."""
-_JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
-_DEPART_S = 1.0
+"""Attribute of the log records that report the result at the end."""
 PART_S = 10.0
 """Most time of the goodbye before a signal ends the process; the sender of a later SIGKILL waits about as long."""
+_JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
+_DEPART_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_MOST_EARLY_LOSSES = 512
 _RATES_EVERY = 16  # steps in which all groups are looked at, which may be hundreds
+_WARM_UP_STEPS = 8
+_LONGEST_WARM_UP = 32
+_logger = logging.getLogger("zftune")
 _open: weakref.WeakSet[Tuner] = weakref.WeakSet()
 _left: weakref.WeakKeyDictionary[ZenFlowOptimizer, tuple[ZenFlowConfig, ZenFlowConfig]] = weakref.WeakKeyDictionary()
 """The knobs that a closed tuner has left, and those that the script had asked for before."""
@@ -56,13 +54,53 @@ def open_tuners() -> list[Tuner]:
     return list(_open)
 
 
+def warm_up_steps(config: ZenFlowConfig) -> int:
+    """Steps before a search: the first are slow, and the first selection sees untrained weights."""
+    every = config.select_interval
+    second = 0 if every == "auto" else min(every + 1, _LONGEST_WARM_UP)
+    return max(_WARM_UP_STEPS, 2 * counted(config).longest_window, second)
+
+
+class StepCount:
+    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later."""
+
+    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
+        self.followed = 0
+        self._optimizer = optimizer
+        self._last = optimizer.steps
+        self.begin_warm_up()
+
+    def begin_warm_up(self) -> None:
+        """From here on: earlier steps do not count."""
+        self.warm_up = warm_up_steps(self._optimizer.config)
+        full = max(0, self._optimizer.config.full_warm_up_rounds - self._last)
+        self.begins = self.followed + full + self.warm_up
+        """After how many followed steps it is over."""
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the training resumes from no saved state: all of its steps were seen, since the first."""
+        if self.followed == self._optimizer.steps:
+            return True
+        known = self._optimizer.history()  # steps that were taken before anybody followed them, too
+        return bool(known) and known[0].step == 1 and known[-1].step == len(known)
+
+    def after_step(self) -> bool:
+        before, self._last = self._last, self._optimizer.steps
+        loaded = self._last not in (before, before + 1)  # a step that a gradient scaler leaves out is none
+        if loaded:
+            before = self._last - 1
+        self.followed += self._last - before
+        return loaded
+
+
 class Tuner:
     """Follows an optimizer: `attach` makes it. In a fork's child it does nothing: the training is its parent's.
 
     Args:
-        driver: makes the search and thinks about it; closed with the tuner.
-        disturbance: says that a measurement does not count; closed with the tuner.
-        consensus: how several ranks change knobs, and on this one tells of it; None: there is one rank.
+        driver: makes the search and runs its worker; closed with the tuner.
+        disturbance: tells that a measurement does not count; closed with the tuner.
+        consensus: how several ranks change knobs, and reports changes on this one; None: there is one rank.
     """
 
     def __init__(
@@ -77,31 +115,24 @@ class Tuner:
         consensus: KnobConsensus | None = None,
     ) -> None:
         self.notices: list[str] = []
-        """Sentences: what is not as it should be, and what the staleness probe saw."""
+        """Sentences: failures, choices at the start, and what the staleness probe saw."""
         self._remarks: list[Remark] = []
-        """The same, but for its last words, with when they were said."""
+        """Those of them that the run's record takes."""
         self.conclusion = ""
-        """What was found, or why nothing was, in up to four lines; there after `close()`."""
+        """The result, or why there is none, in up to four lines; there after `close()`."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
         self._asked = asked_config(optimizer)
         self._since = optimizer.steps
-        """After which step the knobs hold that the search finds."""
         self._driver, self._disturbance, self._consensus = driver, disturbance, consensus
-        self._guard = LossGuard()
-        self._early_losses: list[tuple[int, float]] = []
-        """Of the steps before the search."""
-        self._losses: Losses | None = Losses(optimizer.device, self._guard, self._hear_early)
+        self._losses = Losses(optimizer.device, LossGuard())
         self._has_loss = False
-        # With several ranks the consensus tells of changes itself.
-        self._window = KnownWindow(optimizer, consensus, None if consensus is not None else on_change)
         self._count = StepCount(optimizer)
         self._first_rate = self._highest_rate = 0.0
         self._best: tuple[Setting, Mapping[str, Any]] | None = None
-        """The incumbent as it was last, and its knobs."""
         self._counter = Counter(optimizer.device.clock.now())
         driver.count_by(self._counter)
         self._finishing: Background[None] | None = None
-        self._live: Executor | None = None
+        self.live: Executor | None = None
         self._probed: Setting | None = None
         self._over = self._closed = self._given_up = False
         self._pid = os.getpid()
@@ -123,7 +154,10 @@ class Tuner:
     @property
     def incumbent(self) -> Setting:
         """The best knobs so far; where `update_interval` is "auto", what a search begins with."""
-        return Setting.of(counted(self._optimizer.config)) if self._live is None else self._live.incumbent
+        if self.live is not None:
+            return self.live.incumbent
+        keeps = None if self._consensus is None or self._consensus.is_first else self._consensus.keeps
+        return Setting.of(counted(self._optimizer.config)) if keeps is None else Setting.from_knobs(keeps)
 
     @property
     def searching(self) -> bool:
@@ -131,13 +165,7 @@ class Tuner:
         return not self._closed and self._finishing is None and not self._is_elsewhere
 
     @property
-    def live(self) -> Executor | None:
-        """The search at work; None: it has not begun."""
-        return self._live
-
-    @property
     def search(self) -> Search | None:
-        """What was found, with every decision; read it after `close()`. None: the daemon has it, or nothing was."""
         return self._driver.search
 
     @property
@@ -147,17 +175,14 @@ class Tuner:
 
     @property
     def asks_daemon(self) -> bool:
-        """Whether a daemon searches, rather than this process."""
         return self._driver.asks_daemon
 
     @property
     def registered(self) -> bool:
-        """Whether a daemon that searches has ever answered for this training."""
         return self._driver.registered
 
     @property
     def begins(self) -> int:
-        """After how many steps it begins to measure, at the earliest."""
         return self._count.begins
 
     @property
@@ -166,10 +191,9 @@ class Tuner:
 
         It is that of the settings that the search began with, or of earlier ones that had to take their place.
         """
-        return 0.0 if self._live is None else self._live.gain_share
+        return 0.0 if self.live is None else self.live.gain_share
 
     def follows(self, optimizer: ZenFlowOptimizer) -> bool:
-        """Whether it is this optimizer that it tunes."""
         return self._optimizer is optimizer
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
@@ -181,9 +205,9 @@ class Tuner:
         if not self.searching:
             return
         self._has_loss = True
-        if self._live is not None:
-            self._live.log_loss(loss)
-        elif self._losses is not None:
+        if self.live is not None:
+            self.live.log_loss(loss)
+        else:
             self._losses.add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
@@ -195,8 +219,8 @@ class Tuner:
         if tokens < 1:
             raise BadInputError(f"tokens is {tokens!r}; it must be an integer >= 1")
         self._tokens = tokens
-        if self._live is not None and not self._is_elsewhere:
-            self._live.log_tokens(tokens)
+        if self.live is not None and not self._is_elsewhere:
+            self.live.log_tokens(tokens)
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -208,7 +232,7 @@ class Tuner:
         return self._consensus is not None and not self._consensus.over
 
     def close(self, reason: str | None = None) -> None:
-        """End the tuning; the incumbent's knobs stay, and what was found is written down.
+        """End the tuning; the incumbent's knobs stay, and the result is written down.
 
         With several ranks it ends on all of them; they get the incumbent's knobs after their next steps. `reason`: why
         it ends before the search is over, a sentence; None: the training has ended.
@@ -217,14 +241,16 @@ class Tuner:
             return
         self._closed = True
         try:
-            if self._live is not None and not self._live.over:
-                self._live.stop(reason or "")
+            if self.live is not None and not self.live.over:
+                self.live.stop(reason or "")
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
             self._let_go()
             self._note_best()
-            self._note_left()
+            asked = self._optimizer.asked_config
+            if self.live is not None and holds(asked, self.live.incumbent.knobs()):
+                _left[self._optimizer] = asked, self._asked  # the search's, for the next tuner of the optimizer
 
     def part(self) -> None:
         """Say goodbye in the middle of a step, in another thread than the training's: its knobs stay as they are."""
@@ -234,8 +260,8 @@ class Tuner:
         if self._finishing is not None:
             self._finishing.join(PART_S)
             return
-        if self._live is not None:
-            self._live.stop("", restores=False)
+        if self.live is not None:
+            self.live.stop("", restores=False)
         self._end_search()
 
     def depart(self) -> None:
@@ -269,19 +295,26 @@ class Tuner:
         now_s = self._optimizer.device.clock.now()
         self._counter.step(now_s, self._count.followed - before, self._tokens, self._rate())
         self._counter.last_step = self._optimizer.steps
-        if loaded and self._consensus is not None:
-            self._consensus.go_on_from_saved()  # whatever has come of the tuning here: the others do
+        consensus = self._consensus
+        if loaded and consensus is not None:
+            consensus.resume_from_saved()  # whatever has come of the tuning here: the others do
         if loaded and self.searching:
-            self._go_on_from_saved()
-        if self._consensus is not None:
+            self._resume_from_saved()
+        if consensus is not None:
             with self._giving_up():
-                self._consensus.hear()
-            self._say_back(self._consensus)
+                consensus.hear()
+            back, consensus.back = consensus.back, ""
+            if consensus.is_first:
+                self.say(back, logging.INFO)
         if not self._closed:
-            self._go_on()
+            if self._finishing is None:
+                with self._giving_up():
+                    self._follow()
+            if self._eval_fn is not None and self._probe_is_due():
+                self._probe(self._eval_fn)
         self._note_best()
-        if self._consensus is not None:
-            self._talk(self._consensus)
+        if consensus is not None:
+            self._talk(consensus)
 
     def _rate(self) -> float:
         """The highest learning rate; of all groups where that of the first is another one, and now and then."""
@@ -292,17 +325,17 @@ class Tuner:
         return self._highest_rate
 
     def _best_knobs(self) -> Mapping[str, Any] | None:
-        """The incumbent's, once it is measured beside others; made anew where it is another one."""
-        if self._live is None:
+        if self.live is None:
             return None
-        if self._best is None or self._best[0] != self._live.incumbent:
-            self._best = self._live.incumbent, self._live.incumbent.knobs()
+        if self._best is None or self._best[0] != self.live.incumbent:
+            self._best = self.live.incumbent, self.live.incumbent.knobs()
         return self._best[1]
 
     def _note_best(self) -> None:
         """Have a state that is saved while a setting is tried name the one to go back to, the same on all ranks."""
         optimizer, consensus = self._optimizer, self._consensus
-        if consensus.over if consensus is not None else not self.searching:
+        is_over = not self.searching if consensus is None else consensus.over
+        if is_over:
             if optimizer.kept_knobs is not None and holds(optimizer.config, optimizer.kept_knobs):
                 optimizer.kept_knobs = None
             return
@@ -310,49 +343,29 @@ class Tuner:
         if best is not None and optimizer.kept_knobs is not best:  # which a change of knobs has forgotten
             optimizer.kept_knobs = best
 
-    def _note_left(self) -> None:
-        """Have the next tuner of the optimizer know that the knobs are not the script's, if the search has set them."""
-        asked = self._optimizer.asked_config
-        if self._live is not None and holds(asked, self._live.incumbent.knobs()):
-            _left[self._optimizer] = asked, self._asked
-
-    def _go_on_from_saved(self) -> None:
-        """A saved state was loaded: what was seen before is of another course, and this one's first steps are slow."""
-        for losses in (self._losses, None if self._live is None else self._live.losses):
-            if losses is not None:
-                losses.forget()
+    def _resume_from_saved(self) -> None:
+        """A saved state was loaded: earlier steps are of another course, and this one's first steps are slow."""
+        self._losses.forget()
         if not self._driver.begun:
             self._count.begin_warm_up()
-        if self._live is None:
+        if self.live is None:
             self._since = self._optimizer.steps
-        if self._live is None and self._consensus is None:
-            self.say(go_back(self._optimizer, self._on_change), logging.INFO)
-        elif self._live is not None and self._consensus is None:
-            self._live.go_on_from_saved()
-        elif self._live is not None:
+        if self.live is None and self._consensus is None:
+            self.say(leave_tried(self._optimizer, self._on_change), logging.INFO)
+        elif self.live is not None and self._consensus is None:
+            self.live.resume_from_saved()
+        elif self.live is not None:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
-
-    def _say_back(self, consensus: KnobConsensus) -> None:
-        back, consensus.back = consensus.back, ""
-        if consensus.is_first:
-            self.say(back, logging.INFO)
 
     def _talk(self, consensus: KnobConsensus) -> None:
         """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
         if self._finishing is not None:
             consensus.leave()
-        if self._live is not None:
+        if self.live is not None:
             consensus.keeps = self._best_knobs()
         consensus.say()
         if consensus.over and self._closed:
             self._hook.remove()
-
-    def _go_on(self) -> None:
-        if self._finishing is None:
-            with self._giving_up():
-                self._follow()
-        if self._eval_fn is not None and self._probe_is_due():
-            self._probe(self._eval_fn)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -367,10 +380,17 @@ class Tuner:
                 self._give_up(f"Tuning ended: {type(error).__name__}: {error}.")
 
     def _follow(self) -> None:
-        if self._consensus is not None and self._heed(self._consensus):
-            return
-        if self._live is not None:
-            going = self._live.on_step()
+        consensus = self._consensus
+        if consensus is not None and not consensus.is_first:
+            self._follow_first(consensus)
+        elif consensus is not None and consensus.wrong and self.live is not None:
+            self.live.go_back(consensus.wrong)
+            self._over = True
+            self._finish()
+        elif consensus is not None and (consensus.wrong or consensus.over):
+            self._give_up(consensus.wrong or consensus.reason)
+        elif self.live is not None:
+            going = self.live.on_step()
             self._listen()
             if not going:
                 self._over = True
@@ -380,94 +400,66 @@ class Tuner:
         elif not self._begin():
             self._watch()
 
-    def _heed(self, consensus: KnobConsensus) -> bool:
-        """Whether the other ranks have ended it."""
-        if consensus.wrong:
-            self._end_wrong(consensus.wrong)
-        elif consensus.over:
-            self._give_up(consensus.reason)
-        return bool(consensus.wrong) or consensus.over
-
-    def _end_wrong(self, why: str) -> None:
-        if self._live is None:
-            self._give_up(f"Nothing was tuned. {why}")
-            return
-        self._live.go_back(why)
-        self._over = True
-        self._finish()
+    def _follow_first(self, consensus: KnobConsensus) -> None:
+        """Of another rank than the first: it changes knobs with the others, and reports where its loss goes wrong."""
+        if consensus.over:
+            self.notices += [consensus.reason] if consensus.reason else []
+            self._finish()
+        elif not consensus.wrong_at and (wrong := self._losses.judge()) is not None:
+            self.notices.append(wrong)
+            consensus.wrong_at = self._optimizer.steps
 
     def _warm(self) -> None:
         if not self._watch() and self._count.followed >= self._count.begins:
             steps = tuple(self._optimizer.history()[-self._count.warm_up :])
-            self._warn_of_coverage([one.coverage for one in steps if one.coverage is not None])
+            covered = [one.coverage for one in steps if one.coverage is not None]
+            mean = fmean(covered) if covered else None
+            warning = coverage_warning(mean, asdict(self._optimizer.config), tuned=True)
+            if warning is not None:
+                _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
             self._asked = asked_config(self._optimizer)
             config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
             self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
 
-    def _warn_of_coverage(self, known: Sequence[float]) -> None:
-        warning = coverage_warning(fmean(known) if known else None, asdict(self._optimizer.config), tuned=True)
-        if warning is not None:
-            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
-
     def _watch(self) -> bool:
-        """Whether training goes wrong before the search begins, so that there is none."""
-        wrong = None if self._losses is None else self._losses.judge()
+        wrong = self._losses.judge()
         if wrong is not None:
-            self._give_up(f"Nothing was tuned. {wrong}")
+            self._give_up(wrong)
         return wrong is not None
 
     def _begin(self) -> bool:
-        """Whether the search is there, so that it can begin."""
-        if not self._window.there:
-            self._listen()
-            if self._driver.ready:
-                self._window.ask()
-            return False
-        self._live = self._driver.live(
+        self.live = self._driver.live(
             TuningContext(
                 optimizer=self._optimizer,
                 tokens=self._tokens,
                 since=self._since,
                 disturbance=self._disturbance,
-                guard=self._guard if self._has_loss else None,
-                on_change=None if self._consensus is not None else self._on_change,  # which tells itself
+                losses=self._losses if self._has_loss else None,
+                on_change=None if self._consensus is not None else self._on_change,  # which reports it itself
                 changes=self._consensus,
                 counter=self._counter,
             )
         )
-        self._tell_early_losses()
         self._listen()
-        if self._live is not None and self.run_id is not None and self._driver.is_kept:
+        if self.live is not None and self.run_id is not None:
             called = self.run_id[:8]
-            watch = f"its decisions: zftune explain {called} (live, with ZFTUNE_ONLINE=daemon: zftune top)"
-            _logger.info("zftune tunes this training as run %s; %s", called, watch)
-        return self._live is not None
-
-    def _hear_early(self, step: int, loss: float) -> None:
-        if len(self._early_losses) < _MOST_EARLY_LOSSES:
-            self._early_losses.append((step, loss))
-
-    def _tell_early_losses(self) -> None:
-        """Once there is a search, to whoever keeps how the training goes."""
-        losses = None if self._live is None else self._live.losses
-        if losses is not None and losses.heard is not None:
-            for step, loss in self._early_losses:
-                losses.heard(step, loss)
-        self._early_losses = []
+            _logger.info("zftune tunes this training as run %s; watch it with: zftune explain %s", called, called)
+        return self.live is not None
 
     def _listen(self) -> None:
-        for level, sentence in self._driver.said():  # a warning is of the store, and no remark to be written down there
+        for level, sentence in self._driver.said():  # a warning is of the store, whose rows take no remark of it
             self.say(sentence, level, is_remark=level < logging.WARNING)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
 
     def _probe_is_due(self) -> bool:
         """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
-        if self._live is None:
-            return self._probed is None and self._driver.begun and self._window.there
-        setting = self._live.incumbent
+        if self.live is None:
+            is_known = self._optimizer.config.update_interval != "auto"
+            return self._probed is None and self._driver.begun and is_known
+        setting = self.live.incumbent
         settled = setting.update_interval + setting.apply_lag
-        return self._probed != setting and self._live.request is None and self._live.steady_steps > settled
+        return self._probed != setting and self.live.request is None and self.live.steady_steps > settled
 
     def _probe(self, eval_fn: Callable[[], float]) -> None:
         setting = self._probed = self.incumbent
@@ -484,46 +476,41 @@ class Tuner:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Say what was found, and write it down in a thread."""
         if self._finishing is None:
             # In simulated time the machine's, in which it is written down, does not count.
             self._finishing = Background(self._end_search, "zftune-finish", self._optimizer.device.clock, takes_s=0.0)
 
     def _end_search(self) -> None:
-        """Once nobody thinks any more, so that the search is ours."""
+        """Once no worker is at work any more, so that the search is ours."""
         try:
-            if self._live is not None:
-                self._live.close()
-            self._conclude()
+            if self.live is not None:
+                self.live.close()
+            ended = Ended(
+                steps=self._count.followed,
+                begins=self._count.begins,
+                over=self._over,
+                given_up=self._given_up,
+                remarks=tuple(self._remarks),
+                count=self._counter.count,
+                incumbent=None if self.live is None else self.live.incumbent,
+                gain=None if self.live is None else self.live.gain,
+            )
+            for level, sentence in self._driver.end(ended):
+                self.conclusion = self.conclusion or sentence
+                _logger.log(level, "%s", sentence, extra={CONCLUDES: True})
+                if level >= logging.WARNING:
+                    self.notices.append(sentence)
         except Exception:
-            _logger.exception("What was found could not be written down; the training is not concerned.")
-
-    def _conclude(self) -> None:
-        ended = Ended(
-            steps=self._count.followed,
-            begins=self._count.begins,
-            over=self._over,
-            given_up=self._given_up,
-            remarks=tuple(self._remarks),
-            count=self._counter.count,
-            incumbent=None if self._live is None else self._live.incumbent,
-            gain=None if self._live is None else self._live.gain,
-        )
-        for level, sentence in self._driver.end(ended):
-            self.conclusion = self.conclusion or sentence
-            _logger.log(level, "%s", sentence, extra={CONCLUDES: True})
-            if level >= logging.WARNING:
-                self.notices.append(sentence)
+            _logger.exception("The result could not be written down; the training is not concerned.")
 
     def _give_up(self, reason: str) -> None:
         self._given_up = True
         self.say(reason)
-        if self._live is not None and not self._live.over:
-            self._live.stop(reason)
+        if self.live is not None and not self.live.over:
+            self.live.stop(reason)
         self._finish()
 
     def say(self, sentence: str, level: int = logging.WARNING, *, is_remark: bool = True) -> None:
-        """Log a sentence, and keep it for who looks at the search; "": there is nothing to be said."""
         if not sentence:
             return
         self.notices.append(sentence)
@@ -542,7 +529,7 @@ def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
 
 def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
     """A closed tuner of an optimizer: it has the knobs, and nothing else."""
-    tuner = Tuner(optimizer, NullDriver(), tokens=1, disturbance=NoDisturbance())
+    tuner = Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance())
     tuner.close()
     return tuner
 
@@ -568,7 +555,6 @@ class Goodbye:
         self._forking = threading.local()
 
     def hear(self) -> None:
-        """From now on."""
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._follows_forks:
@@ -581,7 +567,6 @@ class Goodbye:
                 signal.signal(number, self._end_by)
 
     def deafen(self) -> None:
-        """No longer."""
         for number in self._heard() if threading.current_thread() is threading.main_thread() else ():
             signal.signal(number, signal.SIG_DFL)
 

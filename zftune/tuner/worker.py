@@ -1,4 +1,4 @@
-"""The workers that think about a search: what came of a request is taken, and what to ask for next is decided.
+"""Workers take the outcome of a request and choose the next one.
 
 While a worker is at work it owns the search and its recorder; in between they are the training thread's. `ThreadWorker`
 works beside the training, so that no step waits for a write.
@@ -21,14 +21,12 @@ from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
 from zftune.tuner import messages
 from zftune.tuner.evidence import Gain
-from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
 
 T = TypeVar("T")
-
-
 _JOIN_S = 5.0
 _logger = logging.getLogger("zftune")
 
@@ -55,27 +53,22 @@ class Background(Generic[T]):
         self._error: Exception | None = None
         self._thread = clock.thread(self._run, name)
         self._thread.start()
+        self.join = self._thread.join
 
     @property
     def done(self) -> bool:
-        """Whether it is over."""
         return not self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether the work raised."""
         return self._error is not None
 
     @property
     def result(self) -> T:
-        """What came of it; ask when it is done. Raises what the work raised."""
+        """Ask when it is done. Raises what the work raised."""
         if self._error is not None:
             raise self._error
         return cast("T", self._result)
-
-    def join(self, most_s: float) -> None:
-        """Wait for its end, so many seconds at most."""
-        self._thread.join(most_s)
 
     def _run(self) -> None:
         try:
@@ -93,7 +86,7 @@ class Answer:
     """Written down as in flight where it may crash; None: the search is over."""
     incumbent: Setting
     start: Setting | None = None
-    """What the search began from; None: as was said before."""
+    """What the search began from; None: as before."""
     gain: Gain | None = None
     """Of the incumbent over it; None: it is that, or nothing was adopted."""
 
@@ -106,27 +99,26 @@ class Withdraw:
     incumbent: Setting | None = None
     """To run from now on; None: as before."""
     gain: Gain | None = None
-    """Of it over what the search began from."""
 
 
 class SearchWorker(ABC):
-    """Where whoever carries out a search asks what to do. No call waits."""
+    """Where an executor asks what to do. No call waits."""
 
     @abstractmethod
     def hand(self, outcome: Outcome | None) -> None:
-        """Take what came of the last request (None: there was none), and think of the next; returns at once."""
+        """Take the outcome of the last request (None: there was none), and choose the next; returns at once."""
 
     @abstractmethod
     def poll(self) -> Answer | None:
         """The answer, once it is there; each once."""
 
     def recall(self) -> Withdraw | None:
-        """Why what is measured now is to be given up; each once. None: it goes on."""
+        """Why the present measurement is to be given up; each once. None: it goes on."""
         return None
 
     @abstractmethod
     def guard(self, reason: str) -> None:
-        """End the search because training goes wrong; whatever is thought of now is not answered."""
+        """End the search because training goes wrong; an answer under way is dropped."""
 
     @abstractmethod
     def idle(self, between: UnmeasuredSteps) -> None:
@@ -134,63 +126,65 @@ class SearchWorker(ABC):
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """End the search early, or what watches step times after it; after `close`. `reason` "": the training has
-        ended.
-        """
+        """End the search early; after `close`. `reason` "": the training has ended."""
 
-    def applied(self, step: int, setting: Setting) -> None:  # noqa: B027 - a worker may have no use for it
-        """Hear of the step after which knobs hold."""
+    @abstractmethod
+    def applied(self, step: int, setting: Setting) -> None:
+        """Knobs hold after a step."""
 
-    def observe(self, stats: StepStats) -> None:  # noqa: B027
-        """Hear of a step."""
+    @abstractmethod
+    def observe(self, stats: StepStats) -> None:
+        """A step is over."""
 
-    def hear_loss(self, step: int, loss: float) -> None:  # noqa: B027
-        """Hear of a step's loss; one that is not finite is the guard's business."""
+    @abstractmethod
+    def hear_loss(self, step: int, loss: float) -> None:
+        """A step's loss is known; one that is not finite is the guard's business."""
 
-    def close(self) -> None:  # noqa: B027 - only a worker with a thread has something to end
+    @abstractmethod
+    def close(self) -> None:
         """End the work, as soon as that can be; the search is the caller's again."""
 
 
 DeskMaker = Callable[[Search, StoreRecorder | None], SearchWorker]
-"""A worker's class, or what stands for one."""
 
 
 class ThreadWorker(SearchWorker):
-    """Searches in a thread.
+    """Searches in a thread. Where the search fails, it ends with a reason, and the training goes on.
 
-    Where the search fails, it ends with a sentence in its notes, and the training goes on. `clock`: see
-    `SearchOptions.thinking_s`.
+    `keep` is called when a setting was adopted: the process may be killed before the run ends.
     """
 
-    def __init__(self, search: Search, recorder: StoreRecorder | None = None, clock: Clock = REAL_CLOCK) -> None:
-        self._search, self._recorder, self._clock = search, recorder, clock
+    def __init__(
+        self,
+        search: Search,
+        recorder: StoreRecorder | None = None,
+        clock: Clock = REAL_CLOCK,
+        keep: Callable[[Search], None] | None = None,
+    ) -> None:
+        self._search, self._recorder, self._clock, self._keep = search, recorder, clock, keep
         self._asked: Request | None = None
         self._answer: Answer | None = None
         self._closing = False
         self._wrong: str | None = None
-        self._busy = False
+        self.busy = False
+        """Whether it thinks: the search is the worker's."""
         self._lock = threading.Lock()
         self._thread: Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether it thinks: the search is the worker's."""
-        return self._busy
 
     def hand(self, outcome: Outcome | None) -> None:
         self._begin(outcome, ask=True)
 
     def put_away(self, outcome: Outcome) -> None:
-        """Take what came of the last request, and think of nothing; returns at once."""
+        """Take the outcome of the last request, and choose nothing; returns at once."""
         self._begin(outcome, ask=False)
 
     def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
-        self._busy = True
+        self.busy = True
         self._thread = self._clock.thread(partial(self._work, outcome, ask), "zftune-desk")
         self._thread.start()
 
     def poll(self) -> Answer | None:
-        if self._busy or self._answer is None:
+        if self.busy or self._answer is None:
             return None
         answer, self._answer = self._answer, None
         return answer
@@ -217,7 +211,7 @@ class ThreadWorker(SearchWorker):
     def guard(self, reason: str) -> None:
         with self._lock:
             self._closing = True
-            if self._busy:
+            if self.busy:
                 self._wrong = reason
             else:
                 self._search.guard(reason)
@@ -241,7 +235,7 @@ class ThreadWorker(SearchWorker):
                 if ask:
                     answer = self._think(outcome)
                 elif outcome is not None:
-                    self._put_away(outcome)
+                    self._take(outcome)
         except _InterruptedError:
             _logger.debug("The search was interrupted while it was thought about.")
         except Exception as error:
@@ -252,23 +246,15 @@ class ThreadWorker(SearchWorker):
             if self._wrong is not None:
                 self._search.guard(self._wrong)
                 answer = None
-            self._answer, self._busy = answer, False
+            self._answer, self.busy = answer, False
 
     def _take(self, outcome: Outcome) -> None:
-        known = len(self._search.notes)
+        adopted = len(self._search.book.adoptions)
         self._search.tell(outcome)
-        for note in self._search.notes[known:]:
-            if note.kind == "remark":
-                self._warn(note.reason)
         if self._recorder is not None and self._asked is not None:
             self._recorder.after(self._search, self._asked, outcome)
-
-    def _warn(self, sentence: str) -> None:
-        """Say what is not as it should be."""
-        _logger.warning("%s", sentence)
-
-    def _put_away(self, outcome: Outcome) -> None:
-        self._take(outcome)
+        if self._keep is not None and len(self._search.book.adoptions) > adopted:
+            self._keep(self._search)
 
     def _think(self, outcome: Outcome | None) -> Answer:
         search, recorder = self._search, self._recorder

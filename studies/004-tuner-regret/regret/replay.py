@@ -10,7 +10,7 @@ import numpy as np
 
 from regret.grid import Times, mean_ms
 from regret.scene import SETTINGS, START, Scene, space
-from zftune.tuner.blocks import block_steps, block_value
+from zftune.tuner.evidence import block_steps, block_value
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from longrun.scene import BASE, PHASES, START, Phase
 from longrun.training import Training
 from zftune.tuner.space import Coverage, Setting, space_for
-from zftune.tuner.training_info import device_limit
+from zftune.tuner.setup import device_limit
 
 _SETTLING_WINDOWS = 2
 _SELECTING_STEPS = 4 * BASE.longest_window

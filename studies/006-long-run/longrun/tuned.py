@@ -22,7 +22,7 @@ from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.tuner.guard import disturbance_of
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.training_info import TuneRequest
+from zftune.tuner.setup import TuneRequest
 from zftune.tuner.tuner import Tuner
 
 COMPRESSION = 100

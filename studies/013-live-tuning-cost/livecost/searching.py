@@ -17,11 +17,11 @@ from zftune.emulation.machines import load_rig
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
 from zftune.tuner.executor import Executor, TuningContext, live_search
-from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Preparation, Prepared
 from zftune.tuner.states import OF_INCUMBENT, Outcome
-from zftune.tuner.training_info import TuneRequest, WarmupStats
+from zftune.tuner.setup import TuneRequest, WarmupStats
 from zftune.tuner.worker import Answer, ThreadWorker
 from zftune.workload import load_text
 

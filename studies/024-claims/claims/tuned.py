@@ -27,7 +27,7 @@ from claims.rigs import MODEL, PLANNED_CODE, SEQUENCE, SIMULATED_CODE, measured,
 from zenflow import ZenFlowConfig
 from zftune import attach
 from zftune.builtin import TuneOptions, tune
-from zftune.explain.document import tune_document
+from zftune.explain.summary import tune_document
 from zftune.profile.measure import Training
 from zftune.store import open_store
 from zftune.store.store import Store

@@ -55,7 +55,7 @@ def test_a_loss_on_another_stream_is_left_out(gpu: SimulatedCuda) -> None:
 @pytest.mark.simulated_cuda
 def test_the_tuner_launches_nothing_for_a_loss(gpu: SimulatedCuda) -> None:
     losses, heard = Losses(CudaDevice(gpu.device), LossGuard()), list[float]()
-    losses.heard = lambda _, loss: heard.append(loss)
+    losses.listen(lambda _, loss: heard.append(loss))
     loss = torch.tensor(2.5).to(gpu.device, torch.bfloat16)
     with gpu.part("loss"):
         losses.add(1, loss)

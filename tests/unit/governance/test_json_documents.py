@@ -16,7 +16,7 @@ from tests.support.governance.documents import ROOT
 from tests.support.zftune.explain.runs import finished
 from tests.support.zftune.report.documents import cpu_profile, rig_profile
 from tools.reference_pages import DOCUMENTS, json_schemas, makers
-from zftune.explain.document import explain_document, tune_document
+from zftune.explain.summary import explain_document, tune_document
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.planner.machine import load_machine, machine_names
 from zftune.planner.model import Job, ModelFacts

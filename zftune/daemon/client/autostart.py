@@ -21,9 +21,8 @@ from pathlib import Path
 from zftune.daemon.client import location as sockets
 from zftune.daemon.client.http import DaemonClient
 from zftune.daemon.client.location import Location, locate, make_folder
-from zftune.errors import DaemonError, OtherStoreError, StrangerError
+from zftune.errors import DaemonError, StrangerError
 from zftune.store import location as stores
-from zftune.store.location import DATABASE, meant_by
 
 _KEPT = frozenset(
     (
@@ -102,21 +101,20 @@ def ensure_daemon(environment: Mapping[str, str] | None = None) -> bool:
     """Have a daemon that answers, and knows that a run is about to come.
 
     Args:
-        environment: says where the socket is, and which store is meant; None: this process's. One that is started here
-            has its user and its software, and stands in the root folder (see `zftune.daemon.client.autostart`).
+        environment: says where the socket is; None: this process's. A daemon that is started here has its user and its
+            software, and stands in the root folder.
 
     Returns:
         Whether one was started.
 
     Raises:
         BadInputError: no socket can be where the environment wants it.
-        OtherStoreError: the one that answers serves runs, or somebody else, with another store.
         DaemonError: none answers, and none could be started; what it said is in the log beside the socket.
     """
     environment = os.environ if environment is None else environment
     location = locate(environment)
     with DaemonClient(location.socket, timeout_s=_ASK_S) as client:
-        if _answers(client) and _keeps_store(client, environment) and _waits_for_run(client):
+        if _answers(client) and _waits_for_run(client):
             return False
         make_folder(location)
         until_s = time.monotonic() + START_S
@@ -165,32 +163,6 @@ def _answers(client: DaemonClient) -> bool:
     except DaemonError:
         return False
     return True
-
-
-def _keeps_store(client: DaemonClient, environment: Mapping[str, str]) -> bool:
-    """Whether the daemon that answers keeps what it learns where the environment's commands look.
-
-    Where it does not, a private one that serves no run has ended when this returns; another one is somebody's, and does
-    where no store was named.
-
-    Raises:
-        OtherStoreError: it keeps it elsewhere, and stays.
-    """
-    health = client.get("/v1/health")
-    store, there = meant_by(environment).identity, health.get("store")
-    if there in (None, store) or not (health["private"] or environment.get(DATABASE)):
-        return True
-    if health["private"] and not health["runs"]:
-        client.post("/v1/stop")
-        client.close()
-        until_s = time.monotonic() + START_S
-        while client.path.exists() and time.monotonic() < until_s:  # it removes the socket last
-            time.sleep(_POLL_S)
-        return False
-    raise OtherStoreError(
-        f"the daemon at '{client.path}' keeps what it learns in '{there}', and this run's store is '{store}': end it "
-        "(zftune daemon stop), or set another $ZFTUNE_SOCKET or the same $ZFTUNE_DB"
-    )
 
 
 def _waits_for_run(client: DaemonClient) -> bool:

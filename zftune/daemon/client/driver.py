@@ -15,10 +15,10 @@ from zftune.daemon.protocol.messages import Goodbye
 from zftune.store.account import Counter
 from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, Said, SearchDriver
-from zftune.tuner.executor import Executor, TuningContext
+from zftune.tuner.executor import Executor, TuningContext, counted
 from zftune.tuner.guard import gpu_uuid
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.space import Setting
-from zftune.tuner.training_info import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 
 _MOST_REMARKS = 64
 _MOST_SENTENCE = 2000
@@ -65,15 +65,14 @@ class DaemonDriver(SearchDriver):
         return self._daemon_session is not None
 
     @property
-    def ready(self) -> bool:
-        return self._worker.given
-
-    @property
     def registered(self) -> bool:
         return self._daemon_session is not None and self._daemon_session.met
 
-    def live(self, scene: TuningContext) -> Executor:
-        own = self._worker.own = Setting.of(scene.optimizer.config)
+    def live(self, scene: TuningContext) -> Executor | None:
+        config = scene.optimizer.config
+        if config.update_interval == "auto" and not self._worker.given:
+            return None  # until there is a search the knobs are the user's
+        own = self._worker.own = Setting.of(counted(config))
         return Executor(scene, self._worker, start=own, incumbent=own)
 
     def said(self) -> list[Said]:
@@ -83,8 +82,6 @@ class DaemonDriver(SearchDriver):
 
     def end(self, ended: Ended) -> Iterator[Said]:
         wrong = self._worker.wrong
-        if wrong is not None:
-            yield logging.WARNING, wrong  # whatever the daemon says of it
         farewell = (
             None
             if self._daemon_session is None
@@ -92,7 +89,9 @@ class DaemonDriver(SearchDriver):
         )
         if farewell is not None:
             yield logging.WARNING if farewell.warning else logging.INFO, farewell.sentence
-        elif ended.steps and not ended.given_up and wrong is None:
+        elif wrong is not None:
+            yield logging.WARNING, wrong
+        elif ended.steps and not ended.given_up:
             yield logging.WARNING, self._counted_alone(ended)
 
     def close(self) -> None:

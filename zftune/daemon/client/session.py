@@ -23,10 +23,10 @@ from zftune.daemon.protocol.codec import WireError, decode, encode
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Reattach, Welcome, masked
 from zftune.errors import DaemonError, NoDaemonError, StrangerError, ZftuneError
 from zftune.store.account import Pulse
-from zftune.store.location import DATABASE, meant_by
+from zftune.store.location import meant_by
 from zftune.store.locks import RunLocks
+from zftune.tuner.setup import TrainingFacts
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.tuner.training_info import TrainingFacts
 from zftune.tuner.worker import taking_time
 
 QUICK_S = 0.2
@@ -300,8 +300,7 @@ class DaemonSession:
             tokens=self._tokens,
             argv=masked(sys.argv),
             gpu_uuid=self._gpu_uuid,
-            store=meant_by(os.environ).identity,
-            store_named=bool(os.environ.get(DATABASE)),
+            database=meant_by(os.environ).value,
             again=again,
         )
         try:

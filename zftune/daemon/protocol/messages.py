@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -22,9 +22,9 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.codec import WireError, unicode
 from zftune.store.account import Count
 from zftune.tuner.evidence import Gain
+from zftune.tuner.setup import TrainingFacts
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Remark, Request, UnmeasuredSteps
-from zftune.tuner.training_info import TrainingFacts
 
 MOST_STEPS = 1024
 """Statistics in one report."""
@@ -92,10 +92,8 @@ class Hello:
     """Masked: see `masked`."""
     gpu_uuid: str | None = None
     """None: it trains on no GPU."""
-    store: str | None = None
-    """The identity of the one that commands of its environment look into."""
-    store_named: bool = False
-    """Whether its results belong there, and nowhere else."""
+    database: Annotated[str, Field(max_length=4096)] = field(default="sqlite://", repr=False)
+    """The store of the run, as `zftune.store.open_store` takes it: an absolute path or a URL; by default in memory."""
     again: Reattach | None = None
 
 

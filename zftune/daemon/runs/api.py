@@ -82,7 +82,7 @@ def _add_readers(routes: APIRouter, registry: Registry, node: Node | None) -> No
     @routes.get("")
     def runs() -> list[RunView]:  # in a thread: it asks the store which trainings live
         """The runs that are followed, and the last that have ended."""
-        return [run_view(brain, registry.silent_s(brain), node, registry.store) for brain in registry.shown()]
+        return [run_view(brain, registry.silent_s(brain), node) for brain in registry.shown()]
 
     @routes.get("/{run}")
     def details(run: str) -> RunDetails:
@@ -90,7 +90,7 @@ def _add_readers(routes: APIRouter, registry: Registry, node: Node | None) -> No
 
         def read() -> RunDetails:
             brain = registry.brain(run)
-            return run_details(brain, registry.silent_s(brain), registry.store, node)
+            return run_details(brain, registry.silent_s(brain), node)
 
         return _allowed(read)
 
@@ -99,7 +99,7 @@ def _add_command(routes: APIRouter, registry: Registry, node: Node | None, comma
     @routes.post(f"/{{run}}/{command}", name=command, description=description)
     def carry_out(run: str) -> RunView:
         brain = _allowed(lambda: registry.command(run, command))
-        return run_view(brain, registry.silent_s(brain), node, registry.store)
+        return run_view(brain, registry.silent_s(brain), node)
 
 
 def _allowed(work: Callable[[], T]) -> T:
@@ -132,10 +132,8 @@ class Runs(Service):
     def live_runs(self) -> int:
         return self.registry.live_runs
 
-    def store(self) -> str | None:
-        registry = self.registry
-        there = registry.store is None or registry.store.is_there
-        return registry.kept_in if there or registry.kept_in is None else f"{registry.kept_in} (removed)"
+    def stores(self) -> Sequence[str]:
+        return [str(store.path or "memory, or a server") for store in self.registry.stores]
 
     def notices(self) -> Sequence[str]:
         return self.registry.notices

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 LEASE_S = 30.0
-REMOVED = "The file of the daemon's store was removed"
+REMOVED = "The file of a store was removed"
 MOST_RUNS = 1000
 MOST_ENDED = 200
 """Runs that have ended and are still shown."""
@@ -47,22 +47,23 @@ class Registry:
     """Keeps a brain for each run. `hello`, `report` and the readers never wait; the other methods may.
 
     Args:
-        store: open; None: nothing is remembered.
-        kept_in: the identity of the store that was asked for; None: a run may ask for any.
+        opened: opens the store at a path or URL; each is opened once, for the first run that names it.
+        limits: a sentence for each limit of this process.
         clock: seconds that only grow.
     """
 
     def __init__(
         self,
-        store: Store | None,
+        opened: Callable[[str], Store],
         *,
-        kept_in: str | None = None,
         limits: Sequence[str] = (),
         lease_s: float = LEASE_S,
         disturbance: Callable[[Hello], Disturbance] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.kept_in = store, kept_in
+        self._opened = opened
+        self._stores: dict[str, Store] = {}
+        self._opening = threading.Lock()
         self._limits = tuple(limits)
         self.lease_s = lease_s
         self._disturbance, self._clock = disturbance, clock
@@ -87,6 +88,22 @@ class Registry:
                 brain.leave()
             except Exception:
                 _logger.exception("Run %s could not be left as it should be.", brain.hello.run)
+        for store in self.stores:
+            store.close()
+
+    @property
+    def stores(self) -> list[Store]:
+        """Those of the runs so far."""
+        return list(self._stores.values())
+
+    def _store_of(self, database: str) -> Store:
+        """The store that a run names; what is wrong with it is logged, and no run fails because of it."""
+        with self._opening:
+            if database not in self._stores:
+                self._stores[database] = self._opened(database)
+                for notice in self._stores[database].notices:
+                    _logger.warning("%s", notice.rstrip("."))
+            return self._stores[database]
 
     # --- in the event loop -------------------------------------------------------------------------------------------
 
@@ -94,13 +111,8 @@ class Registry:
         """Follow a run; said again, it is the same run.
 
         Raises:
-            NotAllowedError: there are too many, or its results belong into another store.
+            NotAllowedError: there are too many.
         """
-        if hello.store_named and self._keeps_elsewhere(hello):
-            raise NotAllowedError(
-                f"the run's store is '{hello.store}', and this daemon keeps its runs in '{self.kept_in}': end it "
-                "(zftune daemon stop), or set another $ZFTUNE_SOCKET or the same $ZFTUNE_DB"
-            )
         with self._lock:
             if self._closing.is_set():
                 raise NotAllowedError("the daemon is ending; say Hello to the next one")
@@ -148,8 +160,8 @@ class Registry:
     @property
     def notices(self) -> list[str]:
         """Sentences: what cannot be done for any run."""
-        of_store = () if self.store is None else self.store.notices
-        return [*(f"{one[0].upper()}{one[1:].rstrip('.')}." for one in of_store), *self._lacking()]
+        of_stores = [one for store in self.stores for one in store.notices]
+        return [*(f"{one[0].upper()}{one[1:].rstrip('.')}." for one in of_stores), *self._lacking()]
 
     @property
     def live_runs(self) -> int:
@@ -216,9 +228,9 @@ class Registry:
 
     def _has_died(self, brain: RunSession) -> bool:
         """Whether its process is known to have ended, by the lock that it held."""
-        if brain.over or brain.record is None or self.store is None or self.silent_s(brain) < _MOMENT_S:
+        if brain.over or brain.record is None or brain.store is None or self.silent_s(brain) < _MOMENT_S:
             return False
-        return self.store.has_died(brain.record)
+        return brain.store.has_died(brain.record)
 
     def _renew(self) -> None:
         if self._clock() - self._renewed_at_s < STORE_LEASE_S / 4:
@@ -244,12 +256,8 @@ class Registry:
     # --- brains ------------------------------------------------------------------------------------------------------
 
     def _lacking(self) -> list[str]:
-        if self.store is None or self.store.is_there:
-            return list(self._limits)
-        return [f"{REMOVED} ('{self.kept_in}'): what is learned is lost when it ends.", *self._limits]
-
-    def _keeps_elsewhere(self, hello: Hello) -> bool:
-        return None not in (hello.store, self.kept_in) and hello.store != self.kept_in
+        removed = (store.path for store in self.stores if not store.is_there)
+        return [*(f"{REMOVED} ('{path}'): its runs are lost when the daemon ends." for path in removed), *self._limits]
 
     def _brain_of(self, agent: str) -> RunSession:
         with self._lock:
@@ -273,40 +281,40 @@ class Registry:
 
     def _brain(self, hello: Hello) -> RunSession:
         notices = self._lacking()  # a recording has the store's own
-        if self._keeps_elsewhere(hello):
-            notices.append(f"What is learned is kept in the daemon's store, '{self.kept_in}'.")
         return RunSession(
             hello,
             secrets.token_hex(16),
-            lambda: self._begin(hello, notices),
+            lambda: self._begin(hello),
             notices=notices,
             clock=self._clock,
             disturbance=(lambda: None) if self._disturbance is None else self._disturbance(hello),
         )
 
-    def _begin(self, hello: Hello, notices: list[str]) -> Prepared | None:
+    def _begin(self, hello: Hello) -> Prepared | None:
         """Make a search that goes on as long as its training; None: its run ended while others were waited for."""
         facts = hello.training
         options = replace(facts.wishes.search, hold=True, watch=True)
         facts = replace(facts, wishes=replace(facts.wishes, search=options))
         # A daemon may have ended before the agent heard what its run is called: it is called as the agent is.
         run_id = hello.run if hello.again is None else hello.again.record
-        self._outwait(run_id)
+        store = self._store_of(hello.database)
+        self._outwait(store, run_id)
         self._outwait_killed()
         self._lose(hello)  # a training that was killed and started again goes on with its search
         with self._lock:
             brain = self._brains.get(hello.run)
         if brain is None or brain.hello is not hello or brain.leaves:
             return None
-        prepared = prepare(facts, self.store, notices, run_id)
-        return replace(prepared, paused=self._was_paused(prepared))
+        brain.store = store
+        prepared = prepare(facts, store, run_id)
+        return replace(prepared, paused=_was_paused(prepared))
 
-    def _outwait(self, record: str) -> None:
+    def _outwait(self, store: Store, record: str) -> None:
         """Wait for the end of a lease that the daemon before this one left, where no lock tells that it has ended."""
         ends_s = time.monotonic() + _LEASES * STORE_LEASE_S
         try:
-            while self.store is not None and time.monotonic() < ends_s:
-                left_s = self.store.lease_left_s(record)
+            while time.monotonic() < ends_s:
+                left_s = store.lease_left_s(record)
                 if not left_s or self._closing.wait(min(left_s, _LONGEST_LOOK_S)):
                     return
         except ZftuneError as error:
@@ -315,14 +323,13 @@ class Registry:
     def _outwait_killed(self) -> None:
         """Wait until trainings count as dead that may just be beginning: this one may be the next life of one."""
         for brain in self.brains():
-            if brain.over or brain.record is None or self.store is None or not self.store.has_died(brain.record):
+            if brain.over or brain.record is None or brain.store is None or not brain.store.has_died(brain.record):
                 continue
             if self._closing.wait(max(0.0, _MOMENT_S - self.silent_s(brain))):
                 return
 
-    def _was_paused(self, prepared: Prepared) -> bool:
-        if self.store is None or prepared.recorder is None:
-            return False
-        commands = ("pause", "unpause", "rollback", "stop")
-        kinds = [one.kind for one in self.store.decisions(prepared.recorder.run_id) if one.kind in commands]
-        return bool(kinds) and kinds[-1] == "pause"
+
+def _was_paused(prepared: Prepared) -> bool:
+    commands = ("pause", "unpause", "rollback", "stop")
+    kinds = [one.kind for one in prepared.search.notes if one.kind in commands]
+    return bool(kinds) and kinds[-1] == "pause"

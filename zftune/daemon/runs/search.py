@@ -1,43 +1,18 @@
-"""A run's search as its session sees it, and the worker that thinks about it in a thread of its own."""
+"""A run's search as its session sees it, beside the worker that has a thread of its own."""
 
 from __future__ import annotations
 
-import time
+from contextlib import suppress
 from dataclasses import replace
 
 from zftune.daemon.protocol.codec import WireError
 from zftune.daemon.runs import states
 from zftune.daemon.runs.states import Going, NotAllowedError
+from zftune.errors import ZftuneError
 from zftune.tuner.search import Search
 from zftune.tuner.setup import Prepared
-from zftune.tuner.states import OF_INCUMBENT, Outcome, Request
+from zftune.tuner.states import Outcome, Request
 from zftune.tuner.worker import ThreadWorker
-
-
-class HostedWorker(ThreadWorker):
-    """Thinks about a run's search in a thread of its own."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        super().__init__(prepared.search, prepared.recorder)
-        self._prepared = prepared
-        self.notices: list[str] = []
-        """Sentences: what it has to do without."""
-
-    def _take(self, outcome: Outcome) -> None:
-        adopted = len(self._search.book.adoptions)
-        super()._take(outcome)
-        recording = self._prepared.recording
-        if recording is not None and len(self._search.book.adoptions) > adopted:
-            recording.keep_preset(self._search)  # confirmed: a daemon may be killed before the run ends
-
-    def _warn(self, sentence: str) -> None:
-        self.notices.append(sentence)  # the training says it
-
-    def _put_away(self, outcome: Outcome) -> None:
-        asked = self._asked
-        super()._put_away(outcome)
-        if asked is not None and asked.role not in OF_INCUMBENT and self._prepared.recorder is not None:
-            self._prepared.recorder.put_away(asked.trial)
 
 
 class SearchHandle:
@@ -66,12 +41,8 @@ class SearchHandle:
         """Whether the agent was told to let go of the request."""
         self._handed = 0
         self._tokens = tokens
-        self._worker = HostedWorker(prepared)
-
-    @property
-    def notices(self) -> list[str]:
-        """Sentences: what it has to do without."""
-        return self._worker.notices
+        keep = None if prepared.recording is None else prepared.recording.keep_preset
+        self._worker = ThreadWorker(prepared.search, prepared.recorder, keep=keep)
 
     @property
     def search(self) -> Search:
@@ -115,8 +86,7 @@ class SearchHandle:
 
     def state(self) -> Going:
         """Of the search, while nobody thinks."""
-        notes = self.search.notes
-        return states.of_search(self.search.state, notes[-1] if notes else None)
+        return states.of_search(self.search.state, self.search.notes)
 
     def call_off(self) -> None:
         """The agent lets go of the request: where nothing comes of it, that is no fault of its setting."""
@@ -174,21 +144,18 @@ class SearchHandle:
         self._worker.close()
         if self._worker.busy:
             raise NotAllowedError("the search is still being written down; try again in some seconds")
-        answer = self._worker.poll()
-        for request in (self._withdrawn, None if answer is None else answer.request):
-            challenges = request is not None and request.role not in OF_INCUMBENT
-            if spare and challenges and request is not None and self.prepared.recorder is not None:
-                self.prepared.recorder.put_away(request.trial)
+        self._worker.poll()
+        if spare and self.prepared.recorder is not None:
+            with suppress(ZftuneError):  # its end writes it down
+                self.prepared.recorder.write(self.search)  # what was in flight is not any more
         self._withdrawn = None
 
     def nothing_to_roll_back(self) -> str:
         """Why there is nothing that was adopted; without a full stop."""
         if any(note.kind == "guard" for note in self.search.notes):
             return "training went wrong, so that the settings that it began with are back"
-        done = None if self.prepared.recorder is None else self.prepared.recorder.last("rollback")
-        if done is not None:
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.at_unix_s))
-            return f"it was rolled back already ({when}), and nothing else that was adopted is left"
+        if any(note.kind == "rollback" for note in self.search.notes):
+            return "it was rolled back already, and nothing else that was adopted is left"
         if any(note.kind in ("memory", "movement") for note in self.search.notes):
             return "what was adopted had to be, for GPU memory or the quality, and the search began again from there"
         return "nothing was adopted in this run"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
@@ -23,13 +23,15 @@ from zftune.daemon.runs.states import NotAllowedError, State, farewell, went_wro
 from zftune.errors import noting
 from zftune.store.account import Account, Count
 from zftune.store.types import Withdrawal
-from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
-from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.record import StoreRecorder
 from zftune.tuner.setup import Prepared
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
 from zftune.tuner.worker import Background
+
+if TYPE_CHECKING:
+    from zftune.store.store import Store
 
 _MOST_NOTICES, _KEPT_STEPS, _MOST_SENTENCE = 32, 1024, 2000
 _JOIN_S = 5.0
@@ -63,6 +65,8 @@ class RunSession:
         disturbance: Disturbance = lambda: None,
     ) -> None:
         self.hello, self.session = hello, session
+        self.store: Store | None = None
+        """That the run names, once it is open."""
         self.state: State = states.Warming()
         self.steps: deque[StepFigures] = deque(maxlen=_KEPT_STEPS)
         """The last ones."""
@@ -147,8 +151,7 @@ class RunSession:
     def notices(self) -> tuple[str, ...]:
         """Sentences: what is not as it should be."""
         parts = () if self._prepared is None else (self._prepared.recording, self._prepared.recorder)
-        sources = (self._thought, *parts)
-        found = [*self._notices, *(sentence for one in sources if one is not None for sentence in one.notices)]
+        found = [*self._notices, *(sentence for one in parts if one is not None for sentence in one.notices)]
         return tuple(one[:_MOST_SENTENCE] for one in dict.fromkeys(found))[:_MOST_NOTICES]
 
     # --- in the event loop -------------------------------------------------------------------------------------------
@@ -339,8 +342,6 @@ class RunSession:
                 if prepared.recorder is not None:
                     self.curve.join(prepared.recorder.curve.curve())
                     prepared.recorder.curve = self.curve
-                if prepared.sentence:
-                    self._notices.append(prepared.sentence)
                 if prepared.paused and not isinstance(self.state, states.Ended):
                     self.state = states.paused(self.state)
         if late and prepared.recorder is not None:
@@ -393,7 +394,8 @@ class RunSession:
 
     def _roll_back(self, thought: SearchHandle, by: str) -> None:
         if self._barred is None:
-            self._barred = thought.search.book.adopted.setting
+            book = thought.search.book
+            self._barred = book.trials[book.adoptions[-1].trial].setting
             thought.search.roll_back(by)
         self._settle(thought)
         if thought.prepared.recording is not None:
@@ -413,7 +415,7 @@ class RunSession:
 
     def _stop(self, thought: SearchHandle, by: str) -> None:
         if not self._stopped:
-            thought.search.stop(messages.commanded("stop", {"by": by}), final=True, by=by)
+            thought.search.stop(because="command", by=by, final=True)
         self._stopped = True
         self._settle(thought)
 

@@ -7,6 +7,7 @@ any of these <-> Paused;  any -> Ended
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from zftune.errors import ZftuneError
 from zftune.store.account import Count
 from zftune.store.types import Decision, Withdrawal
 from zftune.tuner import states as search
-from zftune.tuner.messages import ENDED_EARLY, conclusion, parted
+from zftune.tuner.messages import ENDED_EARLY, conclusion, count, sentence
 from zftune.tuner.setup import Prepared
 from zftune.tuner.states import TRAINED_ON
 from zftune.words import LIVE_STATES, NO_LONGER_TUNED
@@ -41,10 +42,10 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
             recording.withdraw_preset(trial.setting, Withdrawal("guard"))
 
 
-def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farewell:
+def farewell(prepared: Prepared | None, message: Goodbye, total: Count) -> Farewell:
     """End a search without a working thread; `prepared` None: it had not begun.
 
-    `count` is the run's whole.
+    `total` is the count of the whole run.
     """
     search = None if prepared is None else prepared.search
     over = search is not None and search.is_settled
@@ -53,15 +54,15 @@ def farewell(prepared: Prepared | None, message: Goodbye, count: Count) -> Farew
             search.idle(message.idle)
         if not over:
             search.stop(message.reason or ENDED_EARLY, early=True)
-    level, sentence = conclusion(search, count, steps=message.steps, begins=message.begins, over=over or message.over)
+    level, result = conclusion(search, total, steps=message.steps, begins=message.begins, over=over or message.over)
     if prepared is not None and search is not None:
         for remark in message.remarks:
             search.remember(remark)
         if message.over:
-            search.remark(parted(message.steps), **{TRAINED_ON: True})
+            search.remark(because=TRAINED_ON, about={"taken": message.steps, TRAINED_ON: True})
         if prepared.recording is not None:
             prepared.recording.finish(search, unfinished=not over)
-    return Farewell(protocol=PROTOCOL, sentence=sentence, warning=level >= logging.WARNING)
+    return Farewell(protocol=PROTOCOL, sentence=result, warning=level >= logging.WARNING)
 
 
 class NotAllowedError(ZftuneError):
@@ -144,22 +145,27 @@ Going = Warming | Baseline | Searching | Confirming | Frozen | Drifted
 State = Going | Paused | Ended
 
 
-def of_search(state: search.State, last: Decision | None) -> Going:
-    """The state of a search that begins or continues."""
-    reason = "" if last is None else last.reason
+def of_search(state: search.State, notes: Sequence[Decision]) -> Going:
+    """The state of a search that begins or continues, by its last decisions."""
     if isinstance(state, search.Opening):
-        kind = "start" if last is None else last.kind
+        last = notes[-1] if notes else Decision("start")
         again = "the best settings so far are measured once more"
-        return Drifted(reason) if kind == "reopen" else Baseline(again) if kind == "resume" else Baseline()
+        is_reopened, is_resumed = last.kind == "reopen", last.kind == "resume"
+        return Drifted(sentence(last)) if is_reopened else Baseline(again) if is_resumed else Baseline()
     if isinstance(state, search.Unit):
         if state.is_look:
             return Searching(state.trial, f"setting {state.trial} is compared for the first time")
         return Confirming(state.trial, f"setting {state.trial} is compared with the best so far")
     if isinstance(state, search.Stopped):
-        return Frozen(state.reason, pinned=state.final)
+        return Frozen(_why(notes, "stop", "rollback", "guard", "crash"), pinned=state.final)
     if isinstance(state, search.Resting):
-        return Frozen(state.reason or reason) if state.is_idle else Searching(None, state.reason)
+        reason = _why(notes, "hold", "void")
+        return Frozen(reason) if state.is_idle else Searching(None, reason)
     return Searching(None, "the next setting is being chosen")
+
+
+def _why(notes: Sequence[Decision], *kinds: str) -> str:
+    return next((sentence(one) for one in reversed(notes) if one.kind in kinds), "")
 
 
 def advanced(state: State, to: Going) -> State:
@@ -202,7 +208,7 @@ def ended(state: State, reason: str, *, trains: bool = False) -> Ended:
 
 def ended_by(state: State, message: Goodbye, *, stopped: bool) -> Ended:
     """The state after goodbye; `stopped`: a person ended the tuning."""
-    taken = f"{message.steps} step{'' if message.steps == 1 else 's'}"  # the run's account has those before, too
+    taken = count(message.steps, "step")  # the run's account has those before, too
     tuning = f"tuning {'was stopped' if stopped else 'ended'} {taken} after the training's last start"
     why = f"{tuning}; the training went on" if message.over else "the training has ended"
     return ended(state, message.reason or why, trains=message.over)

@@ -1,20 +1,18 @@
-"""What is shown of runs: from the brains in memory, and the rest from the store, which is the truth."""
+"""Runs as the HTTP interface has them: from the sessions in memory, and the rest from `RunSummary`."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zftune.daemon.protocol.messages import StepFigures
 from zftune.daemon.runs import states
 from zftune.daemon.runs.session import RunSession
 from zftune.daemon.server.sampling import WINDOW_S, Node, Seen
 from zftune.errors import StoreError
-from zftune.explain import document
 from zftune.explain.summary import RunSummary
-from zftune.explain.words import fates as fates_of
 from zftune.explain.words import over
 from zftune.quality import adopted_from, assumed_coverage, coverage_warning, summary
 from zftune.store.account import Account, saved_with_error
@@ -22,9 +20,6 @@ from zftune.store.types import Curve, CurvePoint, KnobChange, ranks_in_words
 from zftune.text import slowest_rank
 from zftune.tuner.evidence import ERRORS
 from zftune.words import DECISIONS, RUN_STATES, shares
-
-if TYPE_CHECKING:
-    from zftune.store.store import Store
 
 V = TypeVar("V")
 _RECENT = 20
@@ -235,13 +230,12 @@ class RunDetails:
     """What was decided, oldest first."""
 
 
-def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store: Store | None = None) -> RunView:
+def run_view(brain: RunSession, silent_s: float, node: Node | None = None) -> RunView:
     """A run at a glance.
 
-    `silent_s`: since its agent's last report; `node` samples its GPU; `store` knows of a training that has resumed the
-    run.
+    `silent_s`: since its agent's last report; `node` samples its GPU.
     """
-    elsewhere = _trains_elsewhere(brain, store)
+    elsewhere = _trains_elsewhere(brain)
     steps, curve = list(brain.steps)[-_RECENT:], brain.curve.curve()
     since = curve.changes[-1].step if curve.changes else 0  # those before selected other columns
     times = [one.step_ms for one in steps if one.step_ms is not None]
@@ -272,24 +266,25 @@ def run_view(brain: RunSession, silent_s: float, node: Node | None = None, store
         knobs=None if brain.knobs is None else brain.knobs.knobs(),
         incumbent=None if thought is None else thought.incumbent.knobs(),
         notices=list(brain.notices),
-        account=_account_view(_account(brain, store), gain),
+        account=_account_view(_account(brain), gain),
         gain=None if gain is None else _gain_view(gain),
         gpu=_gpu_view(brain, None if node is None else node.gpu(hello.run)),
     )
 
 
-def _trains_elsewhere(brain: RunSession, store: Store | None) -> bool:
-    """Whether a run has ended here, and another process has gone on with it."""
-    process = store.trained_by(brain.record) if store is not None and brain.record is not None and brain.over else None
-    return process not in (None, brain.hello.run)
+def _trains_elsewhere(brain: RunSession) -> bool:
+    """Whether a run has ended here, and another process has resumed it."""
+    if brain.store is None or brain.record is None or not brain.over:
+        return False
+    return brain.store.trained_by(brain.record) not in (None, brain.hello.run)
 
 
-def _account(brain: RunSession, store: Store | None) -> Account:
-    """What the run has taken: of one that has ended here, by the store, since another process may go on with it."""
-    if store is None or brain.record is None or not brain.over:
+def _account(brain: RunSession) -> Account:
+    """Of one that has ended here, by the store, since another process may have resumed it."""
+    if brain.store is None or brain.record is None or not brain.over:
         return brain.account
     try:
-        found = store.account(brain.record)
+        found = brain.store.account(brain.record)
     except StoreError:  # what was heard of it still holds
         return brain.account
     return brain.account if found is None or found.total.seconds < brain.account.total.seconds else found
@@ -345,34 +340,35 @@ def _stall_percent(steps: Sequence[StepFigures]) -> float | None:
     return 100 * stall_ms / total_ms if total_ms else None
 
 
-def run_details(brain: RunSession, silent_s: float, store: Store | None, node: Node | None = None) -> RunDetails:
+def run_details(brain: RunSession, silent_s: float, node: Node | None = None) -> RunDetails:
     """A run with its trials and decisions.
 
     Raises:
         StoreError: the store could not be read.
     """
-    view, record = run_view(brain, silent_s, node, store), brain.record
-    steps, curve = list(brain.steps), _curve(brain)
-    if store is None or record is None:
-        return RunDetails(run=view, gain=None, steps=steps, **curve, trials=[], incumbent=None, decisions=[])
-    told = RunSummary.read(store, record)
-    rows = told.trials
-    if rows:  # what is written down, so that no figure is of another moment than its neighbours
-        slowest = slowest_rank(dict(enumerate(told.ranks_ms)))
-        decided = {one.decision.reason for one in told.decided}
+    view, curve = run_view(brain, silent_s, node), brain.curve.curve()
+    shown: dict[str, Any] = {"curve": list(curve.points), "changes": list(curve.changes)}
+    record = brain.record
+    run = None
+    if brain.store is not None and record is not None:
+        run = next((one for one in brain.store.runs() if one.run_id == record), None)
+    if brain.store is None or run is None:
+        none: dict[str, Any] = {"gain": None, "trials": [], "incumbent": None, "decisions": []}
+        return RunDetails(run=view, steps=list(brain.steps), **shown, **none)
+    found = RunSummary.read(brain.store, run)
+    trials, decisions, gain = found.trials(), found.decisions(), found.gain
+    if trials:  # what is written down, so that no figure is of another moment than its neighbours
+        slowest = None if found.state is None else slowest_rank(dict(enumerate(found.state.ranks_ms)))
+        decided = {one["reason"] for one in decisions}
         notices = [one for one in [*view.notices, slowest] if one is not None and one not in decided]
-        view = replace(view, incumbent=dict(rows[told.incumbent].knobs), notices=notices)
-    trials = [document.trial(row, told) for row in rows]
-    decisions = [document.decision(one) for one in told.decided]
-    fates = fates_of({"trials": trials, "decisions": decisions, "best": {"number": told.incumbent}})
-    gain = document.gain(told)
+        view = replace(view, incumbent=trials[found.best]["knobs"], notices=notices)
     return RunDetails(
         run=view,
         gain=None if gain is None else _gain_view(gain, over=over(gain)),
-        steps=steps,
-        **curve,
-        trials=[_shown(TrialView, one, fate=fates[one["number"]]) for one in trials],
-        incumbent=told.incumbent if rows else None,
+        steps=list(brain.steps),
+        **shown,
+        trials=[_shown(TrialView, one) for one in trials],
+        incumbent=found.best if trials else None,
         decisions=[_shown(DecisionView, one, title=DECISIONS.get(one["kind"], one["kind"])) for one in decisions],
     )
 
@@ -381,11 +377,6 @@ def _shown(view: type[V], found: Mapping[str, Any], **more: Any) -> V:
     """What a view shows of a part of `zftune explain --json`."""
     names: Any = view.__dataclass_fields__  # type: ignore[attr-defined]
     return view(**{name: found[name] for name in names if name in found}, **more)
-
-
-def _curve(brain: RunSession) -> dict[str, Any]:
-    found = brain.curve.curve()
-    return {"curve": list(found.points), "changes": list(found.changes)}
 
 
 def _loss_view(curve: Curve) -> LossView | None:

@@ -37,9 +37,9 @@ class Service:
         """Runs that hold a lease: a private daemon ends when nobody has one any more."""
         return 0
 
-    def store(self) -> str | None:
-        """Where it keeps what it learns, as `zftune.store.location.Location.identity` has it; None: nowhere."""
-        return None
+    def stores(self) -> Sequence[str]:
+        """Where it keeps its runs."""
+        return ()
 
     def notices(self) -> Sequence[str]:
         """A sentence for each thing that it cannot do as it should."""
@@ -92,9 +92,9 @@ class DaemonState:
         return sum(service.live_runs() for service in self.services)
 
     @property
-    def store(self) -> str | None:
-        """Of the services."""
-        return next((found for service in self.services if (found := service.store()) is not None), None)
+    def stores(self) -> list[str]:
+        """Of all services."""
+        return [store for service in self.services for store in service.stores()]
 
     @property
     def notices(self) -> list[str]:

@@ -67,7 +67,7 @@ class Health(BaseModel):
     uptime_s: float = Field(description="Since it was started.")
     runs: int = Field(description="Runs that hold a lease.")
     private: bool = Field(description="Whether it ends with its runs.")
-    store: str | None = Field(description="Where it keeps what it learns: a file's real path, or what it is.")
+    stores: list[str] = Field(description="The stores of its runs: the paths of files, or what they are.")
     notices: list[str] = Field(description="Sentences: what it cannot do as it should.")
 
 
@@ -123,7 +123,7 @@ def _own_router(state: DaemonState) -> APIRouter:
             uptime_s=state.uptime_s,
             runs=state.live_runs,
             private=state.private,
-            store=state.store,
+            stores=state.stores,
             notices=state.notices,
         )
 

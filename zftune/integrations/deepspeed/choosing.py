@@ -18,7 +18,7 @@ from zftune.errors import BadInputError, StoreError
 from zftune.exactness import EXACT
 from zftune.integrations.deepspeed.section import BEST, NO_PRESET, Section
 from zftune.store.types import STALENESS, Backend, Key, Preset, PresetState, Quality, Query
-from zftune.tuner.rank_channel import hosts_of_ranks
+from zftune.tuner.ranks import hosts_of_ranks
 from zftune.tuner.space import TRAJECTORY_KNOBS
 from zftune.variables import FRESH
 

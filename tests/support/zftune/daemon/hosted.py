@@ -41,8 +41,8 @@ class Hosted(Service):
     def live_runs(self) -> int:
         return self._runs
 
-    def store(self) -> str | None:
-        return meant_by(os.environ).identity
+    def stores(self) -> Sequence[str]:
+        return [str(meant_by(os.environ).path)]
 
     def register(self, registry: CollectorRegistry) -> None:
         self._asked = Counter("test_asked", "Requests to /v1/test/echo", registry=registry)

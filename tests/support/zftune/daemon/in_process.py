@@ -130,7 +130,10 @@ def hosting(*services: Service, limits: Limits | None = None) -> Iterator[Applic
 @contextmanager
 def following(folder: Path, *, lease_s: float = 30.0) -> Iterator[Application]:
     """An application that follows runs, with its store in a folder."""
-    with open_store(str(folder / "zftune.db")) as store, hosting(Runs(Registry(store, lease_s=lease_s))) as application:
+    with (
+        open_store(str(folder / "zftune.db")) as store,
+        hosting(Runs(Registry(lambda _: store, lease_s=lease_s))) as application,
+    ):
         yield application
 
 

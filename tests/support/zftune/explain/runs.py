@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.zftune.fixtures import Clock
+from tests.support.zftune.store import rows as store_rows
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
-from zftune.explain.document import explain_document
+from zftune.explain.summary import explain_document
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
 from zftune.store.types import (
@@ -28,9 +29,10 @@ from zftune.store.types import (
     TrialState,
 )
 from zftune.tuner.evidence import Gain
-from zftune.tuner.recorder import StoreRecorder, state_adapter
+from zftune.tuner.messages import sentence
+from zftune.tuner.record import StoreRecorder, state_adapter
 from zftune.tuner.search import Search
-from zftune.tuner.space import Setting, feasible
+from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request, Trial
 
 KEY = Key(
@@ -63,7 +65,7 @@ def searched(
     """A search that was written down while it went on; nobody has said goodbye yet."""
     search, driver = make(seed, 0.05, **{"most_measurements": 24, **options})
     driver.fault = fault
-    run = begin(store, budget=search.book.space.budget, feasible=feasible(search.book.space))
+    run = begin(store, budget=search.space.budget)
     recorder = StoreRecorder(store, run)
     follow(recorder, search, "first")
     go_on(search, driver, recorder, most)
@@ -113,7 +115,7 @@ class ByHand:
         """By its steps."""
 
     def trial(self, source: str = "search", **knobs: Any) -> int:
-        row = self.store.add_trial(self.run, {**START.knobs(), **knobs}, source=source, constraint=0.0)
+        row = store_rows.add_trial(self.store, self.run, {**START.knobs(), **knobs}, source=source, constraint=0.0)
         return row.trial_id
 
     def measure(
@@ -123,9 +125,7 @@ class ByHand:
         ms: float,
         *,
         steps: int = 20,
-        status: str = "measured",
         reason: str | None = None,
-        **aggregates: Any,
     ) -> None:
         began = self.clock.now
         self.clock.now += steps * ms / 1e3
@@ -138,31 +138,28 @@ class ByHand:
             began_unix_s=began,
             void_reason=reason,
             steps_ms=(ms,) * steps,
-            aggregates={
-                "sequence": self.count,
-                "status": status,
-                "discarded_ms": [],
-                "tokens": TOKENS,
-                "at_s": self.took_s,
-            }
-            | aggregates,
+            aggregates={"tokens": TOKENS},
         )
         self.count += 1
-        state = TrialState.MEASURED if status == "measured" else None
-        self.store.add_measurement(self.run, trial, row, state=state)
+        state = TrialState.MEASURED if reason is None else None
+        store_rows.add_measurement(self.store, self.run, trial, row, state=state)
         self.clock.now += 0.001
 
-    def knows(self, *, incumbent: int = 0, gain: Gain | None = None, step_ms: Sequence[float | None]) -> None:
+    def knows(
+        self, *, incumbent: int = 0, gain: Gain | None = None, step_ms: Sequence[float | None], **more: Any
+    ) -> None:
         """What the search knows of its trials: the mean step time of each, None where it was not measured."""
         surface = Surface.random(0)
         search = Search(surface.space(START), START, surface.forecast)
         for number, (row, ms) in enumerate(zip(self.store.trials(self.run.run_id), step_ms, strict=True)):
-            trial = search.book.trials[0] if number == 0 else search.book.add(Setting.from_knobs(row.knobs), row.source)
+            trial = search.book.trials[0] if number == 0 else search.add(Setting.from_knobs(row.knobs), row.source)
             if ms is not None:
                 trial.keep([math.log(1e3 * ms / TOKENS)])
         search.book.incumbent_number, search.book.gain, search.book.tokens = incumbent, gain, TOKENS
-        search.measurements = self.count
-        state = state_adapter().dump_python(search.snapshot(), mode="json")
+        search.known.measurements = self.count
+        for name, value in more.items():
+            setattr(search.known, name, value)
+        state = state_adapter().dump_python(search.known, mode="json")
         self.store.record(self.run, Progress(search=state))
 
     def counted(self, *counts: Count) -> None:
@@ -172,10 +169,11 @@ class ByHand:
             account = account.taken("first", count)
         self.store.renew_lease(self.run, account=account)
 
-    def decide(self, kind: DecisionKind, trial: int | None = None, reason: str = "Because.", **details: float) -> None:
+    def decide(self, kind: DecisionKind, trial: int | None = None, text: str = "Because.", **details: float) -> None:
         rows = self.store.trials(self.run.run_id)
         number = next((row.number for row in rows if row.trial_id == trial), None)
-        self.store.add_decision(self.run, Decision(kind, reason, number, {"elapsed_s": self.took_s, **details}))
+        about = {"elapsed_s": self.took_s, "text": text, **details}
+        store_rows.add_decision(self.store, self.run, Decision(kind, number, about))
         self.clock.now += 0.001
 
 
@@ -206,12 +204,12 @@ def by_hand(store: Store, clock: Clock) -> Run:
 def noted(decision: Mapping[str, Any]) -> dict[str, Any]:
     """Of a decision, what the search itself has; what it took is the account's."""
     about = {name: value for name, value in decision["details"].items() if name not in ("elapsed_s", "spent_s")}
-    return {**{name: decision[name] for name in ("kind", "reason", "trial")}, "details": about}
+    return {**{name: decision[name] for name in ("kind", "trial")}, "details": about}
 
 
 def live_document(search: Search) -> dict[str, Any]:
     """What a search itself knows of what is told from its rows."""
-    book, space, gain = search.book, search.book.space, search.book.gain
+    book, gain = search.book, search.book.gain
     over = None if book.reference == book.trials[0].setting else book.reference.knobs()
     return {
         "start": _live_trial(search, book.trials[0]),
@@ -219,10 +217,9 @@ def live_document(search: Search) -> dict[str, Any]:
         "gain": None if gain is None else {"share": gain.share, "error": 2 * gain.error, "reference": over},
         "cost": {"spent_s": search.cost.spent_s, "elapsed_s": search.cost.elapsed_s},
         "measurements": search.measurements,
-        "stopped": next((note.reason for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
+        "stopped": next((sentence(note) for note in reversed(search.notes) if note.kind in ("stop", "guard")), None),
         "trials": [_live_trial(search, trial) for trial in book.trials],
         "decisions": [noted(asdict(note)) for note in search.notes],
-        "feasible": feasible(space),
     }
 
 
@@ -234,9 +231,9 @@ def _live_trial(search: Search, trial: Trial) -> dict[str, Any]:
         "state": trial.state.value,
         "reason": trial.reason or None,
         "step_ms": search.book.step_ms(trial),
-        "predicted_step_ms": search.book.forecast(trial.setting).step_ms,
+        "predicted_step_ms": search.forecast(trial.setting).step_ms,
         "staleness_steps": trial.setting.mean_staleness_steps,
-        "quality_cost_steps": search.book.space.cost(trial.setting),
+        "quality_cost_steps": search.space.cost(trial.setting),
         "constraint": trial.constraint,
     }
 
@@ -251,7 +248,7 @@ def same(found: dict[str, Any], live: dict[str, Any]) -> None:
     for name in EXACT[:3]:
         pairs = zip(found[name], live[name], strict=True) if name == "trials" else [(found[name], live[name])]
         for one, other in pairs:
-            assert {k: v for k, v in one.items() if k not in unknown} == {
+            assert {k: v for k, v in one.items() if k not in {*unknown, "fate"}} == {
                 k: pytest.approx(v) if isinstance(v, float) else v for k, v in other.items() if k not in unknown
             }
             assert one["predicted_step_ms"] == (pytest.approx(other["predicted_step_ms"]) if one["number"] else None)

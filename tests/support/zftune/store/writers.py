@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from tests.support.zftune.store import rows
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement, other
 from zftune.store import open_store
 from zftune.store.types import Decision, TrialState
@@ -25,10 +26,10 @@ def tune(path: str, number: int, begin: str) -> None:
         assert store.notices == []
         run = store.begin_run(key, model, HARDWARE, knobs=KNOBS)
         for value in range(TRIALS):
-            trial = store.add_trial(run, {**KNOBS, "update_interval": value + 1}, source="search")
-            store.mark_in_flight(run, trial.trial_id)
-            store.add_measurement(run, trial.trial_id, measurement(700.0 + value), state=TrialState.MEASURED)
-            store.add_decision(run, Decision(kind="keep", reason="not faster", trial=trial.number))
+            trial = rows.add_trial(store, run, {**KNOBS, "update_interval": value + 1}, source="search")
+            rows.mark_in_flight(store, run, trial.trial_id)
+            rows.add_measurement(store, run, trial.trial_id, measurement(700.0 + value), state=TrialState.MEASURED)
+            rows.add_decision(store, run, Decision(kind="keep", details={"text": "not faster"}, trial=trial.number))
         for _ in range(2):
             store.save_preset(other(model_id=model_id))
         store.finish_run(run)
@@ -47,11 +48,11 @@ def search(path: str, acknowledged: str) -> None:
         run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS, lease_s=1.0)
         acknowledge("run", run.run_id)
         for window in count(1):
-            trial = store.add_trial(run, {**KNOBS, "update_interval": window}, source="search")
+            trial = rows.add_trial(store, run, {**KNOBS, "update_interval": window}, source="search")
             acknowledge("trial", trial.trial_id)
-            store.mark_in_flight(run, trial.trial_id)
+            rows.mark_in_flight(store, run, trial.trial_id)
             acknowledge("in_flight", trial.trial_id)
-            store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
+            rows.add_measurement(store, run, trial.trial_id, measurement(), state=TrialState.MEASURED)
             acknowledge("measured", trial.trial_id)
-            store.add_decision(run, Decision(kind="keep", reason="not faster", trial=trial.number))
+            rows.add_decision(store, run, Decision(kind="keep", details={"text": "not faster"}, trial=trial.number))
             acknowledge("decision", trial.trial_id)

@@ -16,8 +16,8 @@ from zftune.quality import assumed_coverage
 from zftune.store.account import Count
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.executor import TuningContext, live_search
-from zftune.tuner.guard import LossGuard
-from zftune.tuner.recorder import StoreRecorder
+from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import NoForecast
 from zftune.tuner.space import Setting, space_for
@@ -81,7 +81,7 @@ class Scene:
         scene = TuningContext(
             optimizer=self.optimizer,
             tokens=16,
-            guard=guard,
+            losses=None if guard is None else Losses(self.optimizer.device, guard),
             disturbance=disturbance,
             on_change=lambda step, knobs: self.changes.append((step, Setting.from_knobs(knobs))),
         )

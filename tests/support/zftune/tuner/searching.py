@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.support.zftune.tuner.surfaces import make
 from zftune.store import open_store
 from zftune.store.types import Model
-from zftune.tuner.recording import Recording, RunFacts
+from zftune.tuner.messages import sentence
+from zftune.tuner.record import Recording, RunFacts
 
 
 def model_id(number: int) -> str:
@@ -38,7 +39,7 @@ def search(path: str, number: int, begin: str, told: str) -> None:
             "notices": recording.notices,
             "trials": trials,
             "outcomes": [list(one.steps_ms) for one in driver.outcomes],
-            "reasons": [note.reason for note in search.notes],
+            "reasons": [sentence(note) for note in search.notes],
             "best": search.book.incumbent.setting.knobs(),
             "gain": search.book.gain is not None,
         }

@@ -10,7 +10,7 @@ import numpy as np
 
 from zftune.store.store import Store
 from zftune.store.types import Hardware, Model
-from zftune.tuner.recording import MachineInfo, Recording, RunFacts
+from zftune.tuner.record import MachineInfo, Recording, RunFacts
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting, Space, space_for
 from zftune.tuner.states import Outcome, Request, UnmeasuredSteps

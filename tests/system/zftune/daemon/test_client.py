@@ -65,7 +65,7 @@ def test_health(served: Daemon) -> None:
             "pid": served.process.pid,
             "runs": 0,
             "private": False,
-            "store": "memory",
+            "stores": ["None"],
             "notices": [],
         }
         document = {"topk_ratio": 0.25, "name": "ä\u2028"}

@@ -15,7 +15,7 @@ from tests.support.zftune.daemon.chromium import CHROMIUM, needs_chromium
 from tests.support.zftune.explain.runs import finished, record
 from tests.support.zftune.report.documents import cpu_profile
 from tests.support.zftune.report.pages import BUILDERS, Page
-from zftune.explain.document import explain_document
+from zftune.explain.summary import explain_document
 from zftune.report.html import html, write_html
 from zftune.report.tune import tune_page
 from zftune.store import open_store

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.zftune.store import rows
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.store import open_store
 from zftune.store.account import Account, Count, Counter, saved_in_words, saved_with_error
@@ -121,9 +122,9 @@ def a_run(path: Path) -> tuple[Run, int]:
     """Of a daemon that was killed with a setting in flight."""
     with open_store(str(path)) as store:
         run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-        store.add_trial(run, KNOBS, source="start")
-        trial = store.add_trial(run, {**KNOBS, "update_interval": 2}, source="search")
-        store.mark_in_flight(run, trial.trial_id)
+        rows.add_trial(store, run, KNOBS, source="start")
+        trial = rows.add_trial(store, run, {**KNOBS, "update_interval": 2}, source="search")
+        rows.mark_in_flight(store, run, trial.trial_id)
     return run, trial.trial_id
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import fork_server
 from tests.support.zftune.fixtures import Clock
+from tests.support.zftune.store import rows
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL
 from zftune.errors import StoreError
 from zftune.store import open_store
@@ -27,7 +28,7 @@ def fly(path: str, told: Connection, *, child: bool = False) -> None:
     """Begin a run, let a setting fly, and wait to be killed; perhaps with a child that lives on for a while."""
     with open_store(path) as store:
         run = store.begin_run(KEY, MODEL, HARDWARE, knobs=KNOBS)
-        store.mark_in_flight(run, store.add_trial(run, KNOBS, source="search").trial_id)
+        rows.mark_in_flight(store, run, rows.add_trial(store, run, KNOBS, source="search").trial_id)
         sleeper = os.fork() if child else None
         if sleeper == 0:
             signal.pause()
@@ -76,7 +77,7 @@ def test_a_run_that_this_store_holds_is_not_taken_over(path: Path, store: Store)
         assert other.reap() == []  # it did not lose its lock
         with pytest.raises(StoreError, match="is still running"):
             other.resume_run(run.run_id)
-    store.add_trial(run, KNOBS, source="search")
+    rows.add_trial(store, run, KNOBS, source="search")
 
 
 def test_of_many_threads_that_want_a_dead_run_one_gets_it(path: Path, store: Store) -> None:
@@ -100,7 +101,7 @@ def test_of_many_threads_that_want_a_dead_run_one_gets_it(path: Path, store: Sto
     assert refused == [f"run '{dead.run_id}' is still running: wait until it has ended"] * 7
     with open_store(str(path)) as other:
         assert other.reap() == []
-    store.add_trial(run, KNOBS, source="search")
+    rows.add_trial(store, run, KNOBS, source="search")
 
 
 def test_a_forked_child_does_not_keep_its_parents_run_alive(path: Path, store: Store) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.zftune.fixtures import Clock
+from tests.support.zftune.store import rows
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, measurement
 from tests.support.zftune.store.servers import emptied
 from zftune.errors import StoreError
@@ -38,15 +39,17 @@ def states(store: Store, run: Run) -> list[TrialState]:
 
 def test_a_search_is_kept_as_it_went(store: Store, clock: Clock) -> None:
     run = begun(store, settings={"seed": 1}, versions={"torch": "2.13.0"}, usable_cores=2.5)
-    trial = store.add_trial(run, KNOBS, source="planner", predicted_step_ms=700.0)
-    never = store.add_trial(run, {**KNOBS, "topk_ratio": 0.9}, source="search", constraint=2e9, rejected="needs 2 GB")
-    store.mark_in_flight(run, trial.trial_id)
+    trial = rows.add_trial(store, run, KNOBS, source="planner", predicted_step_ms=700.0)
+    never = rows.add_trial(
+        store, run, {**KNOBS, "topk_ratio": 0.9}, source="search", constraint=2e9, rejected="needs 2 GB"
+    )
+    rows.mark_in_flight(store, run, trial.trial_id)
     assert states(store, run) == [TrialState.IN_FLIGHT, TrialState.REJECTED]
     clock.now += 5
     kept = measurement(790.0, steps_ms=(780.0, 790.0, 800.0), aggregates={"power_w": 300.0})
-    store.add_measurement(run, trial.trial_id, kept, state=TrialState.MEASURED)
-    store.add_measurement(run, trial.trial_id, measurement(void_reason="throttled"))
-    store.add_decision(run, Decision(kind="adopt", reason="it is faster", step=40, trial=trial.number))
+    rows.add_measurement(store, run, trial.trial_id, kept, state=TrialState.MEASURED)
+    rows.add_measurement(store, run, trial.trial_id, measurement(void_reason="throttled"))
+    rows.add_decision(store, run, Decision(kind="adopt", details={"text": "it is faster"}, step=40, trial=trial.number))
     store.finish_run(run)
 
     (record,) = store.runs()
@@ -58,16 +61,16 @@ def test_a_search_is_kept_as_it_went(store: Store, clock: Clock) -> None:
     assert store.measurements(trial.trial_id)[0] == kept
     assert store.measurements(trial.trial_id)[1].void_reason == "throttled"
     assert store.decisions(run.run_id) == [
-        Decision(kind="adopt", reason="it is faster", step=40, trial=trial.number, at_unix_s=clock.now)
+        Decision(kind="adopt", details={"text": "it is faster"}, step=40, trial=trial.number, at_unix_s=clock.now)
     ]
 
 
 def test_reaping_closes_what_nobody_renewed(store: Store, clock: Clock) -> None:
     dead, alive = begun(store), begun(store)
-    flying, planned = (store.add_trial(dead, {**KNOBS, "update_interval": s}, source="search") for s in (2, 8))
-    store.mark_in_flight(dead, flying.trial_id)
-    other = store.add_trial(alive, KNOBS, source="search")
-    store.mark_in_flight(alive, other.trial_id)
+    flying, planned = (rows.add_trial(store, dead, {**KNOBS, "update_interval": s}, source="search") for s in (2, 8))
+    rows.mark_in_flight(store, dead, flying.trial_id)
+    other = rows.add_trial(store, alive, KNOBS, source="search")
+    rows.mark_in_flight(store, alive, other.trial_id)
     clock.now += LEASE_S - 1
     assert store.reap() == []
     store.renew_lease(alive)
@@ -88,16 +91,16 @@ def test_reaping_closes_what_nobody_renewed(store: Store, clock: Clock) -> None:
 
 def test_a_run_that_was_reaped_takes_no_more(store: Store, clock: Clock) -> None:
     run = begun(store)
-    trial = store.add_trial(run, KNOBS, source="search")
+    trial = rows.add_trial(store, run, KNOBS, source="search")
     clock.now += LEASE_S + 1
     store.renew_lease(run)  # nobody has closed it yet: it is still this process's
     clock.now += LEASE_S + 1
     store.reap()
     for write in (
-        lambda: store.add_trial(run, KNOBS, source="search"),
-        lambda: store.mark_in_flight(run, trial.trial_id),
-        lambda: store.add_measurement(run, trial.trial_id, measurement()),
-        lambda: store.add_decision(run, Decision(kind="stop", reason="enough")),
+        lambda: rows.add_trial(store, run, KNOBS, source="search"),
+        lambda: rows.mark_in_flight(store, run, trial.trial_id),
+        lambda: rows.add_measurement(store, run, trial.trial_id, measurement()),
+        lambda: rows.add_decision(store, run, Decision(kind="stop", details={"text": "enough"})),
         lambda: store.renew_lease(run),
         lambda: store.finish_run(run),
     ):
@@ -109,8 +112,8 @@ def test_a_run_that_was_reaped_takes_no_more(store: Store, clock: Clock) -> None
 
 def test_resuming(store: Store, clock: Clock) -> None:
     before = begun(store)
-    trial = store.add_trial(before, KNOBS, source="search")
-    store.mark_in_flight(before, trial.trial_id)
+    trial = rows.add_trial(store, before, KNOBS, source="search")
+    rows.mark_in_flight(store, before, trial.trial_id)
     with pytest.raises(StoreError, match="still running"):
         store.resume_run(before.run_id)
     with pytest.raises(StoreError, match="not in the store"):
@@ -119,11 +122,11 @@ def test_resuming(store: Store, clock: Clock) -> None:
     after = store.resume_run(before.run_id)
     assert states(store, after) == [TrialState.CRASHED]
     with pytest.raises(StoreError, match="taken over"):
-        store.add_trial(before, KNOBS, source="search")
-    assert store.add_trial(after, KNOBS, source="search").number == 1
+        rows.add_trial(store, before, KNOBS, source="search")
+    assert rows.add_trial(store, after, KNOBS, source="search").number == 1
     store.finish_run(after)
     assert store.runs()[0].state is RunState.FINISHED
-    assert store.add_trial(store.resume_run(before.run_id), KNOBS, source="search").number == 2
+    assert rows.add_trial(store, store.resume_run(before.run_id), KNOBS, source="search").number == 2
 
 
 def test_a_run_is_called_as_its_training_is_once(store: Store) -> None:
@@ -135,28 +138,30 @@ def test_a_run_is_called_as_its_training_is_once(store: Store) -> None:
 
 def test_an_interrupted_run_is_there_to_be_resumed(store: Store) -> None:
     run = begun(store)
-    measured, flying, _ = (store.add_trial(run, {**KNOBS, "update_interval": s}, source="search") for s in (2, 4, 8))
-    store.add_measurement(run, measured.trial_id, measurement(), state=TrialState.MEASURED)
+    measured, flying, _ = (
+        rows.add_trial(store, run, {**KNOBS, "update_interval": s}, source="search") for s in (2, 4, 8)
+    )
+    rows.add_measurement(store, run, measured.trial_id, measurement(), state=TrialState.MEASURED)
     for trial in (measured, flying):
-        store.mark_in_flight(run, trial.trial_id)
+        rows.mark_in_flight(store, run, trial.trial_id)
     store.interrupt_run(run)
     assert store.runs()[0].state is RunState.LOST
     assert states(store, run) == [TrialState.MEASURED, TrialState.VOID, TrialState.VOID]
     assert store.barred(KEY) == []
     with pytest.raises(StoreError, match="taken over"):
-        store.add_trial(run, KNOBS, source="search")
-    store.mark_in_flight(store.resume_run(run.run_id), measured.trial_id)
+        rows.add_trial(store, run, KNOBS, source="search")
+    rows.mark_in_flight(store, store.resume_run(run.run_id), measured.trial_id)
 
 
 def test_what_is_left_to_be_finished(store: Store, clock: Clock) -> None:
     def ended(how: str, **settings: Any) -> Run:
         clock.now += 1
         run = begun(store, settings={"seed": 1, "budget_steps": clock.now, **settings})
-        trial = store.add_trial(run, KNOBS, source="start")
+        trial = rows.add_trial(store, run, KNOBS, source="start")
         if how != "unmeasured":
-            store.add_measurement(run, trial.trial_id, measurement(), state=TrialState.MEASURED)
+            rows.add_measurement(store, run, trial.trial_id, measurement(), state=TrialState.MEASURED)
         if how == "guarded":
-            store.add_decision(run, Decision(kind="guard", reason="the loss is nan"))
+            rows.add_decision(store, run, Decision(kind="guard", details={"text": "the loss is nan"}))
         store.finish_run(run) if how == "finished" else store.interrupt_run(run)
         return run
 
@@ -183,23 +188,23 @@ def test_what_is_left_to_be_finished(store: Store, clock: Clock) -> None:
 
 def test_an_aborted_trial_is_not_applied_again(store: Store) -> None:
     run = begun(store)
-    trial = store.add_trial(run, KNOBS, source="search")
-    store.add_measurement(run, trial.trial_id, measurement(790.0), state=TrialState.ABORTED)
+    trial = rows.add_trial(store, run, KNOBS, source="search")
+    rows.add_measurement(store, run, trial.trial_id, measurement(790.0), state=TrialState.ABORTED)
     with pytest.raises(StoreError, match="is aborted"):
-        store.mark_in_flight(run, trial.trial_id)
-    assert len(store.add_trial(run, KNOBS, source="search", rejected="x" * 5000).reason or "") == 1000
+        rows.mark_in_flight(store, run, trial.trial_id)
+    assert len(rows.add_trial(store, run, KNOBS, source="search", rejected="x" * 5000).reason or "") == 1000
 
 
 def test_a_trial_is_of_its_run(store: Store) -> None:
     one, two = begun(store), begun(store)
-    trial = store.add_trial(one, KNOBS, source="search")
+    trial = rows.add_trial(store, one, KNOBS, source="search")
     with pytest.raises(StoreError, match="is not of run"):
-        store.add_measurement(two, trial.trial_id, measurement())
+        rows.add_measurement(store, two, trial.trial_id, measurement())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 def test_what_json_has_no_word_for_is_refused(store: Store, value: Any) -> None:
     run = begun(store)
     with pytest.raises(StoreError, match="could not be written"):
-        store.add_trial(run, {**KNOBS, "topk_ratio": value}, source="search")
+        rows.add_trial(store, run, {**KNOBS, "topk_ratio": value}, source="search")
     assert store.trials(run.run_id) == []

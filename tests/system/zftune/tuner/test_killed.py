@@ -18,7 +18,7 @@ from tests.support import fork_server
 from tests.support.tiers import fast
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import killable
-from zftune.explain.document import explain_document
+from zftune.explain.summary import explain_document
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState

@@ -12,6 +12,7 @@ from tests.support.tiers import fast
 from tests.support.zftune.tuner import searching
 from zftune.store import open_store
 from zftune.store.types import RunState
+from zftune.tuner.messages import sentence
 
 PROCESSES = fast(3, all_of=8)
 
@@ -49,7 +50,7 @@ def test_processes_search_at_once(tmp_path: Path) -> None:
             assert [list(row.steps_ms) for row in sorted(found, key=lambda row: row.aggregates["sequence"])] == one[
                 "outcomes"
             ]
-            assert [decision.reason for decision in store.decisions(run.run_id)] == one["reasons"]
+            assert [sentence(decision) for decision in store.decisions(run.run_id)] == one["reasons"]
         presets = {preset.key.model_id: dict(preset.knobs) for preset in store.presets()}
         assert presets == {searching.model_id(number): one["best"] for number, one in enumerate(told) if one["gain"]}
         assert presets

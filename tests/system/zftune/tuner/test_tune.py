@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from zftune.profile.measure import Training
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
+from zftune.tuner.forecast import PlannerForecast
+from zftune.tuner.messages import sentence
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import Planning
-from zftune.tuner.space import Setting
+from zftune.tuner.space import Setting, Space
 from zftune.tuner.tuner import Tuner
 
 __all__ = ["quick"]
@@ -45,7 +46,7 @@ def test_some_steps_of_a_search(mini_model: Path, mini_rig: Path, store: Store) 
     (run,) = store.runs()
     assert run.state is RunState.LOST  # its search is not over
     assert store.trials(run.run_id)[0].source == "start"
-    reasons = [decision.reason for decision in store.decisions(run.run_id)]
+    reasons = [sentence(decision) for decision in store.decisions(run.run_id)]
     assert reasons == [note["reason"] for note in document["decisions"]]
     assert seen == list(range(1, 161))
     assert document["schema"] == "zftune.tune/1"
@@ -69,13 +70,13 @@ def test_after_drift_the_planner_is_asked_again(
 ) -> None:
     """Steps take longer from some step on: the search begins again with what the planner chooses then."""
     asked: list[int] = []
-    planned = Planning.planned
+    planned = PlannerForecast.planned
 
-    def counting(self: Planning) -> Sequence[Setting]:
+    def counting(self: PlannerForecast, space: Space, *, least_ratio: float) -> list[Setting]:
         asked.append(1)
-        return planned(self)
+        return planned(self, space, least_ratio=least_ratio)
 
-    monkeypatch.setattr(Planning, "planned", counting)
+    monkeypatch.setattr(PlannerForecast, "planned", counting)
 
     def on_step(done: int, tuner: Tuner) -> None:
         if tuner.search is not None and tuner.search.measurements > 1:
@@ -120,18 +121,15 @@ def test_after_ctrl_c_it_goes_on(quick: dict[str, Any], store: Store) -> None:
     first = tune(TuneOptions(**quick), interrupt_after(2), store)
     (run,) = store.runs()
     assert (first["interrupted"], first["measurements"], run.state) == (True, 2, RunState.LOST)
-    assert "It ended before its search did: this is what was found until then." in shown(first)
+    assert "It ended before its search did: this was found until then." in shown(first)
     told = store.measurements(store.trials(run.run_id)[0].trial_id)
 
     second = tune(TuneOptions(**quick, steps=100), watch, store)
-    anew = "(--fresh, or fresh=True of zftune.attach, begins anew)"
-    origin = f"Goes on with run {run.run_id[:8]}: 2 measurements are kept {anew}."
-    assert origin in second["notices"]
-    assert origin in shown(second)
     notes = second["decisions"]
-    (at,) = (at for at, note in enumerate(notes) if note["reason"] == origin)
-    assert notes[at - 1]["kind"] == "resume"  # told when it was said, not at the end
-    assert notes[at - 1]["at_s"] <= notes[at]["at_s"] < notes[-1]["at_s"]
+    (at,) = (at for at, note in enumerate(notes) if note["kind"] == "resume")
+    assert notes[at]["details"]["measurements"] == 2
+    assert "--fresh begins a new search" in " ".join(shown(second).split())
+    assert notes[at]["at_s"] < notes[-1]["at_s"]
     assert [one.run_id for one in store.runs()] == [run.run_id]
     assert [note["kind"] for note in second["decisions"]].count("resume") == 1
     assert store.measurements(store.trials(run.run_id)[0].trial_id)[: len(told)] == told
@@ -276,7 +274,7 @@ class Trainings:
 def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
     quick: dict[str, Any], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Planning, "planned", lambda _: [LATE])
+    monkeypatch.setattr(PlannerForecast, "planned", lambda *_, **__: [LATE])
     trainings = Trainings(quick, store)
     own = Setting.of(trainings.config)
     first, _ = trainings.train(2e-6, lambda tuner: tuner.gain > 0)
@@ -284,7 +282,8 @@ def test_what_a_low_learning_rate_allowed_does_not_run_at_a_higher_one(
 
     tuner, had = trainings.train(1e-3, lambda tuner: tuner.live is not None and tuner.live.steady_steps > 4)
     assert max(one.mean_staleness_steps for one in had) <= own.mean_staleness_steps
-    (goes_on,) = (one for one in tuner.notices if one.startswith("Goes on with run"))
-    assert f"under {LATE.differences(tuner.incumbent)} weights would move" in goes_on
+    assert tuner.search is not None
+    moved = next(note for note in tuner.search.notes if note.kind == "movement")
+    assert moved.details["late"] == LATE.differences(tuner.incumbent)
     (run,) = store.runs()
     assert [one.kind for one in store.decisions(run.run_id)].count("movement") == 1

@@ -23,7 +23,7 @@ from zftune.agent.schedule import BEGINNING, Entry, Recording, Replay, encode, r
 from zftune.agent.steering import RunHook, hook
 from zftune.daemon.client import autostart
 from zftune.emulation import EmulatedAccelerator, Rig
-from zftune.errors import BadInputError, DaemonError, OtherStoreError
+from zftune.errors import BadInputError, DaemonError
 from zftune.quality import assumed_coverage
 from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.search import Search, SearchOptions
@@ -313,15 +313,11 @@ def test_who_cannot_have_a_daemon_looks_for_one_ever_more_rarely_and_says_so_onc
 
     slow = DaemonError("no daemon answers at 'x'")
     followed = Followed(
-        monkeypatch, cannot(slow), cannot(slow), cannot(OtherStoreError("kept elsewhere")), Followed.loses_daemon,
-        *[cannot(slow)] * 8,
+        monkeypatch, cannot(slow), cannot(slow), Followed.loses_daemon, *[cannot(slow)] * 8,
     )  # fmt: skip
-    assert followed.asked == ["ensure"] * 13
-    assert followed.pauses_s == [5.0, 10.0, 20.0, 20.0, 40.0, 80.0, 160.0, *[300.0] * 6]
-    assert caplog.messages == [
-        "Nothing is tuned until there is a daemon: no daemon answers at 'x'.",
-        "Nothing is tuned until there is a daemon of this run's store: kept elsewhere.",
-    ]
+    assert followed.asked == ["ensure"] * 12
+    assert followed.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, *[300.0] * 6]
+    assert caplog.messages == ["Tuning waits for a daemon: no daemon answers at 'x'."]
 
 
 def test_a_schedule_that_cannot_be_written_stops_nothing(

@@ -88,7 +88,7 @@ def test_a_run_is_shown_with_its_decisions_and_trials(tell: Tell) -> None:
     assert document["schema"] == "zftune.daemon.run/1"
     assert document["gain"]["share"] == pytest.approx(0.2, abs=0.02)
     assert 0 < document["gain"]["error"] < 0.02
-    assert [one["kind"] for one in document["decisions"]][:2] == ["start", "adopt"]
+    assert [one["kind"] for one in document["decisions"] if one["kind"] != "remark"][:2] == ["start", "adopt"]
     knobs = [one["knobs"] for one in document["changes"]]
     assert knobs[0] == START.knobs()
     assert knobs[-1] == document["run"]["incumbent"] != knobs[0]
@@ -179,7 +179,7 @@ def test_rollback_and_stop_of_a_run(
         assert training.report().incumbent == START
         code, _, err = tell("runs", "rollback")
         assert code == 1
-        assert re.match(r"zftune: cannot roll back: it was rolled back already \(20.* UTC\), and nothing else", err)
+        assert "zftune: cannot roll back: it was rolled back already, and nothing else" in err
         assert json.loads(tell("runs", "show", "a", "--json", "-")[1])["gain"] is None
         code, out, _ = tell("runs", "stop", "a1")
         assert (code, training.report().kind) == (0, "stop")

@@ -203,7 +203,7 @@ def test_a_trainer_is_tuned_while_it_trains(tmp_path: Path) -> None:
     assert tuner is not None
     assert not tuner.searching
     assert tuner.search is not None
-    assert not tuner.search.book.space.fixed_because  # it has seen losses
+    assert not tuner.search.space.fixed_because  # it has seen losses
     assert tuner.search.book.tokens == 4 * 16
     assert len(set(until.changes)) > 1
     assert {entry["zenflow_update_interval"] for entry in done.state.log_history if "loss" in entry}

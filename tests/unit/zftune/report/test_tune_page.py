@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-import random
 import re
-import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.tiers import fast
 from tests.support.zftune.explain.runs import begin, by_hand, finished, record
 from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.report.pages import EVIL, Page
-from tests.support.zftune.tuner.surfaces import START, make
-from zftune.explain.document import explain_document, tune_document
+from zftune.explain.summary import explain_document, tune_document
 from zftune.report.tune import KINDS, tune_page
 from zftune.store import open_store
 from zftune.store.store import Store
-from zftune.tuner import optuna_export
-from zftune.tuner.optuna_export import importances
-from zftune.tuner.space import feasible, space_for
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +60,7 @@ def traces(page: Page, figure: str) -> dict[str, dict[str, Any]]:
 
 def test_it_holds_the_document_and_needs_nothing_else(document: dict[str, Any], page: Page) -> None:
     assert page.json("profile") == document
-    assert {"history", "plane", "knobs"} == set(page.json("figures")) - {"importance"}
+    assert {"history", "plane", "knobs"} == set(page.json("figures"))
     targets = [value for _, attrs in page.tags for name, value in attrs.items() if name in ("src", "href", "action")]
     assert targets == ["data:,"]
     policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
@@ -84,17 +76,17 @@ def test_it_holds_the_document_and_needs_nothing_else(document: dict[str, Any], 
 def test_the_history_is_that_of_the_document(told: dict[str, Any]) -> None:
     found = traces(Page(tune_page(told)), "history")
     line = found.pop("step time of the best so far")
-    assert line["y"] == [one["incumbent_step_ms"] for one in told["history"]]
+    assert line["y"] == [one["step_ms"] for one in told["history"] if one["role"] in ("start", "a1", "a2")]
     drawn = {x: (y, kind) for kind, trace in found.items() for x, y in zip(trace["x"], trace["y"], strict=True)}
     assert set(found) <= set(KINDS)
-    adopted = {n for note in told["decisions"] if note["kind"] == "adopt" for n in note["measured"]}
+    adopted = {note["trial"] for note in told["decisions"] if note["kind"] == "adopt"}
     for one in told["history"]:
         y, kind = drawn[one["number"]]
         assert y == one["step_ms"]
         if one["role"] in ("start", "a1", "a2"):
             assert kind == "best so far"
         elif one["status"] == "measured":
-            assert kind == ("adopted" if one["number"] in adopted else "not adopted")
+            assert kind == ("adopted" if one["trial"] in adopted else "not adopted")
     assert len(drawn) == len(told["history"])
 
 
@@ -130,35 +122,6 @@ def test_settings_stand_where_their_knobs_are(document: dict[str, Any], page: Pa
     assert len(set(places)) == len(places)  # none hides another
 
 
-def test_the_shaded_region_is_what_the_budget_forbids(document: dict[str, Any], page: Page) -> None:
-    found = traces(page, "plane")
-    forbidden, lags = found["outside the quality"], found["allowed with less lag"]
-    count = len(document["feasible"])
-    top = forbidden["y"][0]
-    for index, one in enumerate(document["feasible"]):
-        back = 2 * count - 1 - index
-        assert forbidden["x"][index] == lags["x"][index] == pytest.approx(math.sqrt(one["topk_ratio"]))
-        assert forbidden["y"][back] == pytest.approx(min(top, math.log2(one["update_interval"])))
-        assert lags["y"][back] == pytest.approx(min(top, math.log2(one["with_any_lag"])))
-    for trial in document["trials"]:
-        if trial["state"] == "measured" and trial["number"]:
-            assert trial["constraint"] <= 0
-
-
-def test_the_region_is_where_the_space_ends() -> None:
-    search, _ = make(6, 0.05)
-    space = search.book.space
-    for one in feasible(space) or ():
-        for name, lag_of in (("update_interval", lambda interval: 1), ("with_any_lag", lambda interval: interval)):
-            for interval in (math.floor(one[name]), math.ceil(one[name] + 1e-9)):
-                if interval >= 1:
-                    k, lag = one["topk_ratio"], lag_of(interval)
-                    setting = replace(START, topk_ratio=k, update_interval=interval, apply_lag=lag)
-                    assert (space.violation(setting) is None) == (interval <= one[name] * (1 + 1e-9))
-    exact = space_for(START, "exact", coverage=space.coverage)
-    assert feasible(exact) is None
-
-
 def test_the_other_knobs_have_panels(document: dict[str, Any], page: Page) -> None:
     found = traces(page, "knobs")
     timed = [one for one in document["trials"] if one["step_ms"] is not None]
@@ -167,55 +130,6 @@ def test_the_other_knobs_have_panels(document: dict[str, Any], page: Page) -> No
     assert "host_threads" in found
     for trace in found.values():
         assert trace["y"] == [one["step_ms"] for one in timed]
-
-
-def test_importance_is_optunas(told: dict[str, Any]) -> None:
-    page, document = Page(tune_page(told)), told
-    (bars,) = page.json("figures")["importance"]["data"]
-    shares = dict(zip(bars["y"], bars["x"], strict=True))
-    assert sum(shares.values()) == pytest.approx(100)
-    assert list(shares.values()) == sorted(shares.values())
-    varied = {n for n in document["start"]["knobs"] if len({str(one["knobs"][n]) for one in document["trials"]}) > 1}
-    assert set(shares) == varied
-
-
-def test_the_knob_that_matters_is_the_most_important() -> None:
-    settings = [{"a": a, "b": b, "c": "fixed"} for a in range(6) for b in range(6)]
-    found = importances(settings, [100 + 10 * one["a"] for one in settings])  # type: ignore[operator]
-    assert found is not None
-    assert list(found) == ["a", "b"]
-    assert found["a"] > 0.9
-
-
-def share_told_right(count: int) -> float:
-    """How often the only knob that matters comes out first, of so many settings with 1% of noise; each knob in turn."""
-    chance, names = random.Random(1), ("topk_ratio", "update_interval", "host_threads", "offload_ratio")
-    settings = [one.knobs() for one in make(6, 0.05)[0].book.space.settings()]
-    right = []
-    for name in names:
-        values = sorted({one[name] for one in settings})
-        for _ in range(fast(4, all_of=10)):
-            tried = chance.sample(settings, count)
-            slower = [0.3 * values.index(one[name]) / (len(values) - 1) for one in tried]
-            found = importances(tried, [100 * (1 + share) * chance.gauss(1, 0.01) for share in slower])
-            right.append(found is not None and next(iter(found)) == name)
-    return statistics.fmean(right)
-
-
-def test_what_matters_is_told_from_as_many_settings_as_tell_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    least = optuna_export.LEAST
-    assert share_told_right(least) > 0.8
-    assert share_told_right(least - 1) == 0  # nothing is said
-    monkeypatch.setattr(optuna_export, "LEAST", 1)
-    assert share_told_right(least // 4) < 0.6
-
-
-def test_with_few_settings_it_is_not_told_what_matters(tuned: dict[str, Any]) -> None:
-    timed = sum(one["step_ms"] is not None for one in tuned["trials"])
-    assert timed < optuna_export.LEAST
-    page = Page(tune_page(tuned))
-    assert f"What matters cannot be told: {timed} settings have a step time, and 16 are needed." in page.text
-    assert "importance" not in page.json("figures")
 
 
 def test_sentences_and_figures_are_there(document: dict[str, Any], page: Page) -> None:
@@ -250,14 +164,13 @@ def test_break_even_is_on_the_page(store: Store) -> None:
     page = Page(tune_page(found))
     assert "Broke even" in page.text
     assert "44 s" in page.text
-    assert "What matters cannot be told: 3 settings have a step time, and 16 are needed." in page.text
 
 
 def test_a_search_that_had_not_begun(store: Store) -> None:
     page = Page(tune_page(explain_document(store, record(store, begin(store)))))
     assert page.json("figures") == {}
     assert "The search had not begun." in page.text
-    assert page.text.count("Nothing was measured.") == 2
+    assert page.text.count("Nothing was measured.") == 1
 
 
 def test_everything_is_escaped(told: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from tests.support.zftune.store import rows as store_rows
 from tests.support.zftune.store.examples import HARDWARE, KEY, KNOBS, MODEL, PRESET, measurement, other
 from tests.unit.zftune.store.test_apply import DS_CONFIG
 from zftune.cli.main import _Commands
@@ -152,16 +153,20 @@ def searched(store: Store) -> None:
         knobs = {**KNOBS, **varied}
         if state is TrialState.REJECTED:
             limits: Any = {"predicted_step_ms": 9.0, "constraint": 2.0, "rejected": "too large"}
-            store.add_trial(run, knobs, source="search", **limits)
+            store_rows.add_trial(store, run, knobs, source="search", **limits)
             continue
-        trial = store.add_trial(run, knobs, source="search")
+        trial = store_rows.add_trial(store, run, knobs, source="search")
         if state is TrialState.MEASURED:
             for step_ms, void in ((700.0, None), (720.0, None), (9000.0, "throttled")):
-                store.add_measurement(run, trial.trial_id, measurement(step_ms, void_reason=void), state=state)
+                store_rows.add_measurement(
+                    store, run, trial.trial_id, measurement(step_ms, void_reason=void), state=state
+                )
         elif state is TrialState.IN_FLIGHT:
-            store.mark_in_flight(run, trial.trial_id)
+            store_rows.mark_in_flight(store, run, trial.trial_id)
         elif state is not TrialState.PLANNED:
-            store.add_measurement(run, trial.trial_id, measurement(900.0, void_reason="a reason"), state=state)
+            store_rows.add_measurement(
+                store, run, trial.trial_id, measurement(900.0, void_reason="a reason"), state=state
+            )
     elsewhere = replace(KEY, hw_id="1" * 16)
     store.begin_run(elsewhere, MODEL, replace(HARDWARE, hw_id="1" * 16), knobs=KNOBS)
 

@@ -82,14 +82,12 @@ def test_two_environments_that_mean_one_store_say_so(tmp_path: Path, monkeypatch
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "link")
     names = ["own.db", "file:own.db", "sqlite:///own.db", f"{tmp_path}/link/own.db", "~/own.db"]
-    assert {meant_by({"ZFTUNE_DB": name, "HOME": str(tmp_path)}).identity for name in names} == {f"{tmp_path}/own.db"}
-    assert meant_by({"HOME": str(tmp_path)}).identity == f"{tmp_path}/.local/share/zftune/zftune.db"
-    assert meant_by({"ZFTUNE_DB": "sqlite://"}).identity == "memory"
-    users = ("me:secret@host/db", "me:other@host/db", "me@host/db?password=secret", "me@host/other")
-    servers = [meant_by({"ZFTUNE_DB": f"postgresql://{user}"}).identity for user in users]
-    assert servers[0] == servers[1]  # whatever the password
-    assert len({*servers}) == 3
-    assert all(one.startswith("postgresql server ") and "secret" not in one for one in servers)
+    assert {meant_by({"ZFTUNE_DB": name, "HOME": str(tmp_path)}).value for name in names} == {f"{tmp_path}/own.db"}
+    assert meant_by({"HOME": str(tmp_path)}).value == f"{tmp_path}/.local/share/zftune/zftune.db"
+    assert meant_by({"ZFTUNE_DB": "sqlite://"}).value == "sqlite://"
+    server = "postgresql://me:secret@host/db"
+    assert meant_by({"ZFTUNE_DB": server}).value == server
+    assert "secret" not in repr(meant_by({"ZFTUNE_DB": server}))
 
 
 def test_a_relative_path_stays_what_it_was_meant_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.support.zftune.tuner.surfaces import START, Surface
-from zftune.tuner.belief import Belief, Lesson, doubted, far_apart
-from zftune.tuner.candidates import MOST, neighbours, places_of, pool_of
+from zftune.tuner.belief import MOST, Belief, doubted, far_apart, neighbours, places_of, pool_of
 from zftune.tuner.space import Setting
+from zftune.tuner.states import Lesson
 
 SETTINGS = [replace(START, topk_ratio=ratio) for ratio in (0.05, 0.1, 0.15, 0.4)]
 
 
-def belief(**step_ms: float) -> Belief:
+def belief(lessons: Iterable[Lesson] = (), **step_ms: float) -> Belief:
     times = {one: step_ms.get(f"k{100 * one.topk_ratio:.0f}", 100.0) for one in SETTINGS}
-    return Belief(times, places_of(SETTINGS))
+    return Belief(times, places_of(SETTINGS), lessons)
 
 
 def test_the_planner_says_first_what_is_worth_a_look() -> None:
@@ -33,7 +34,7 @@ def test_the_planner_says_first_what_is_worth_a_look() -> None:
 def test_a_measurement_corrects_the_planner_and_tells_of_neighbours() -> None:
     found = belief(k5=90.0)
     for _ in range(20):
-        found.learn(Lesson(START, SETTINGS[0], -0.2, 0.03**2))
+        found.learn(found.lesson(START, SETTINGS[0], -0.2, 0.03**2))
     mean, error = found.gain(START, SETTINGS[0])
     assert mean == pytest.approx(-0.2, abs=0.02)
     assert error < 0.01
@@ -46,26 +47,24 @@ def test_the_planners_error_is_learnt_from_gains_that_it_did_not_predict() -> No
     true, found = draw.normal(0, 0.4, 8), Belief(dict.fromkeys(settings, 100.0), places_of(settings))
     assert found.planner_error == 0.1
     for index in (1, 2, 3, 4, 5, 6, 7):
-        found.learn(Lesson(settings[0], settings[index], float(true[0] - true[index]), 0.02**2))
+        found.learn(found.lesson(settings[0], settings[index], float(true[0] - true[index]), 0.02**2))
     assert found.planner_error == 0.3
 
 
 def test_lessons_learnt_anew_give_the_same_belief() -> None:
-    draw, first = np.random.default_rng(1), belief(k5=90.0)
+    draw, first, lessons = np.random.default_rng(1), belief(k5=90.0), []
     for _ in range(30):
         a, b = draw.choice(4, 2, replace=False)
-        first.learn(Lesson(SETTINGS[a], SETTINGS[b], float(draw.normal(0, 0.2)), 0.05**2))
-    second = belief(k5=90.0)
-    second.learn_all(first.lessons)
+        lessons.append(first.lesson(SETTINGS[a], SETTINGS[b], float(draw.normal(0, 0.2)), 0.05**2))
+        first.learn(lessons[-1])
+    second = belief(lessons, k5=90.0)
     assert second.planner_error == first.planner_error
     assert (second.improvements(START) == first.improvements(START)).all()
 
 
 def test_after_a_counted_change_a_pair_is_known_no_better_than_that() -> None:
-    lessons = [Lesson(START, SETTINGS[0], 0.1, 0.01**2)] * 50
-    before, after = belief(), belief()
-    before.learn_all(lessons)
-    after.learn_all(doubted(lessons, 0.1))
+    lessons = [belief().lesson(START, SETTINGS[0], 0.1, 0.01**2)] * 50
+    before, after = belief(lessons), belief(doubted(lessons, 0.1))
     assert before.gain(START, SETTINGS[0])[1] < 0.002
     assert 0.03 < after.gain(START, SETTINGS[0])[1] < 0.1
     assert after.gain(START, SETTINGS[0])[0] > 0  # nothing is forgotten

@@ -7,6 +7,7 @@ import logging
 from tests.support.zftune.tuner.surfaces import make
 from zftune.store.account import Count, saved_with_error
 from zftune.tuner.messages import conclusion
+from zftune.tuner.messages import sentence as in_words
 from zftune.tuner.search import Search
 
 
@@ -53,7 +54,7 @@ def test_knobs_cost_and_gain_are_three_lines() -> None:
             f"Time spent: exploring took {spent:.1f} s more than the settings that were best so far, "
             f"{100 * share:.1f}% of the {took_s:.1f} s."
         ),
-        f"Gain: {search.book.gain} of the step time. {search.notes[-1].reason}",
+        f"Gain: {search.book.gain} of the step time. {in_words(search.notes[-1])}",
     ]
     gain = {"share": search.book.gain.share, "error": 2 * search.book.gain.error}
     count = Count(seconds=50.0, spent_s=5.0, saved_s=20.0)

@@ -63,7 +63,7 @@ def test_what_comes_too_late_in_this_training_is_not_gone_on_with(adopted: World
     adopted.end(begun, unfinished=True)
 
     again = adopted.begin(space=moving)  # the rows follow from each other
-    assert again.sentence.startswith("Goes on with run")
+    assert again.sentence.startswith("Resumes run")
     assert again.search.book.incumbent.number == earlier.number
     assert again.search.measurements == begun.search.measurements
     assert [one.setting for one in again.search.book.trials] == [one.setting for one in begun.search.book.trials]
@@ -88,7 +88,7 @@ def test_until_it_is_known_how_far_weights_move_a_new_training_has_its_own_setti
     asked = [one.setting for one in adopted.go(begun, 2, movement_percent=1e-3).requests]
     assert holds or asked == [START, LATE]  # what is measured with the first tells that it may be as late as that
     adopted.end(begun, unfinished=True)
-    assert adopted.begin(space=unmoved(adopted.space), **more).sentence.startswith("Goes on with run")
+    assert adopted.begin(space=unmoved(adopted.space), **more).sentence.startswith("Resumes run")
 
 
 @pytest.mark.parametrize("begins_anew", [True, False])
@@ -127,9 +127,8 @@ def test_a_step_back_holds_where_nothing_was_measured_after_it(
         begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5, **more)
         book = begun.search.book
         assert (book.incumbent.number, book.incumbent.setting, book.gain) == (back.number, back.setting, None)
-    told = RunSummary.read(adopted.store, run.run_id)
-    trials = told.trials
-    assert (told.incumbent, told.gain, len(trials)) == (back.number, None, len(book.trials))
+    told = RunSummary.read(adopted.store, run)
+    assert (told.best, told.gain, len(told.rows)) == (back.number, None, len(book.trials))
     first, second = adopted.go(begun, 2, movement_percent=0.05 if is_known else 1e-3).requests
     assert (first.role, first.setting, is_known or second.setting) == ("start", back.setting, is_known or LATE)
     adopted.end(begun, unfinished=True)
@@ -145,17 +144,16 @@ def test_a_training_that_lives_goes_on_as_it_was(adopted: World) -> None:
 
 def test_a_search_that_was_ended_for_good_stays_so_where_its_settings_come_too_late(adopted: World) -> None:
     begun = adopted.begin()
-    begun.search.stop("Stopped by hand.", final=True, by="by hand")
+    begun.search.stop(because="command", by="by hand", final=True)
     adopted.end(begun, unfinished=True)  # as where it was killed after that
     for space in (adopted.space.moving(0.05), unmoved(adopted.space), *[adopted.space.moving(0.05)] * 2):
         again = adopted.begin(space=space, learning_rate=1e-5)
         assert again.search.book.incumbent.setting == adopted.space.moving(0.05).earlier(LATE)
         assert again.search.next() is None
         adopted.end(again, unfinished=True)
-    told = RunSummary.read(adopted.store, adopted.store.runs()[0].run_id)
-    trials = told.trials
-    assert [one.decision.kind for one in told.decided].count("movement") == 1
-    assert told.incumbent == len(trials) - 1
+    told = RunSummary.read(adopted.store, adopted.store.runs()[0])
+    assert [one.kind for one in told.notes].count("movement") == 1
+    assert told.best == len(told.rows) - 1
 
 
 def test_what_comes_late_is_tried_again_also_where_the_run_began_with_it(world: World) -> None:
@@ -188,4 +186,4 @@ def test_what_was_tried_again_is_not_planned_once_more(adopted: World) -> None:
     assert adopted.go(begun, 2, movement_percent=1e-3).requests[-1].setting == LATE
     adopted.end(begun, unfinished=True)
     begun = adopted.begin(space=unmoved(adopted.space), learning_rate=1e-5)
-    assert LATE not in [setting for setting, _ in begun.search._wanted[1:]]
+    assert LATE not in [setting for setting, _ in begun.search.known.wanted[1:]]

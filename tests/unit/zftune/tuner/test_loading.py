@@ -16,8 +16,8 @@ from tests.support.zftune.tuner.scene import Make, SyncWorker, assert_whole
 from zenflow import HostMemoryError
 from zftune.exactness import EXACT
 from zftune.tuner.drivers import LocalDriver
-from zftune.tuner.training_info import WarmupStats
-from zftune.tuner.warm_up import warm_up_steps
+from zftune.tuner.setup import WarmupStats
+from zftune.tuner.tuner import warm_up_steps
 
 Saved = tuple[dict[str, Any], dict[str, Any]]
 
@@ -103,7 +103,7 @@ def test_what_was_measured_is_given_up_and_the_search_goes_on(make: Make) -> Non
     count, request = len(scene.recorder.told), scene.live.request
     load(scene, state)
     scene.train()
-    scene.live.go_on_from_saved()
+    scene.live.resume_from_saved()
     assert scene.optimizer.steps == 10
     assert scene.recorder.told[count][0] is request
     outcome = scene.recorder.told[count][1]
@@ -143,7 +143,7 @@ def test_knobs_that_a_loaded_state_has_give_way_to_the_incumbents(
     load(scene, state)
     scene.train()
     assert {name: getattr(scene.optimizer.config, name) for name in knobs} == knobs
-    scene.live.go_on_from_saved()
+    scene.live.resume_from_saved()
     scene.train()
     assert scene.knobs == own
 
@@ -221,7 +221,7 @@ def test_what_a_search_has_left_is_not_what_the_script_asks_for(
         loop.step()
     assert loop.optimizer.asked_config.update_interval == 1
     later = zftune.attach(loop.optimizer, store=False)
-    assert f"tunes with quality {'exact' if by_hand else 'published'}" in caplog.messages[-1]
+    assert f"with quality {'exact' if by_hand else 'published'}" in caplog.messages[-2]
     loop.run(later, until=lambda: later.live is not None)
     assert later.incumbent.update_interval == (1 if by_hand else 4)
     later.close()
@@ -295,5 +295,5 @@ def test_a_best_setting_that_is_refused_is_said_and_the_training_goes_on(
         tuner = zftune.attach(loop.optimizer, store=False)
     loop.step()
     assert loop.knobs.topk_ratio == 0.4
-    assert "the best so far are refused (the host has 3 bytes)" in caplog.text
+    assert "The settings that the checkpoint was saved with stay: the host has 3 bytes." in caplog.text
     tuner.close()

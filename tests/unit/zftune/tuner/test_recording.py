@@ -22,12 +22,12 @@ from zftune.store import open_store
 from zftune.store.account import Count
 from zftune.store.store import Store
 from zftune.store.types import Query, Ratios, RunState
-from zftune.tuner import drivers, recording
+from zftune.tuner import drivers, record
 from zftune.tuner.evidence import Gain
 from zftune.tuner.pace import Load, ratios_of
-from zftune.tuner.recording import Recording, RunFacts
+from zftune.tuner.record import Recording, RunFacts
+from zftune.tuner.setup import TuneRequest
 from zftune.tuner.states import Adoption
-from zftune.tuner.training_info import TuneRequest
 from zftune.workload import load_text
 
 
@@ -70,13 +70,13 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         assert [run.state for run in store.runs()] == [RunState.FINISHED]
         assert (preset.preset.evidence.baseline, len(store.presets())) == ("start", 1)
         book = search.book
-        room = book.add(replace(START, offload_ratio=0.9), "reference")
+        room = search.add(replace(START, offload_ratio=0.9), "reference")
         room.keep([4.0])
         book.move_to(room)  # nobody has compared it
         book.gain = None
         recording.keep_preset(search)
         assert len(store.presets()) == 1
-        better = book.add(replace(START, topk_ratio=0.4), "search")
+        better = search.add(replace(START, topk_ratio=0.4), "search")
         better.keep([3.9])
         book.adopt(better, Adoption(better.number, room.number, 0.1, 0.01))
         book.gain = Gain(0.1, 0.01)
@@ -84,7 +84,7 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
         (kept,) = (one for one in store.presets() if one.knobs == better.setting.knobs())
         assert (kept.evidence.baseline, round(kept.evidence.gain, 6)) == ("planner", 0.1)
         assert shown(kept)["against"].endswith(" ms, the setting that the quality or GPU memory asked for")
-        unproven = book.add(replace(START, topk_ratio=0.3), "search")
+        unproven = search.add(replace(START, topk_ratio=0.3), "search")
         unproven.keep([3.8])
         book.adopt(unproven, Adoption(unproven.number, better.number, 0.8, 0.5))
         book.gain = Gain(0.8, 0.5)
@@ -157,10 +157,10 @@ def test_a_training_does_not_wait_for_a_server_that_takes_its_last_words(
 ) -> None:
     goes_on, tuner = threading.Event(), Recorded(store, 1)
     tuner.choose()
-    monkeypatch.setattr(recording, "_FINISH_S", 0.05)
+    monkeypatch.setattr(record, "_FINISH_S", 0.05)
     monkeypatch.setattr(Store, "is_server", True)
     monkeypatch.setattr(tuner.recorder, "finish", lambda search, *, unfinished: goes_on.wait(60))
     assert not tuner.recording.finish_soon(tuner.search, unfinished=True)
     goes_on.set()
-    monkeypatch.setattr(recording, "_FINISH_S", 60.0)
+    monkeypatch.setattr(record, "_FINISH_S", 60.0)
     assert tuner.recording.finish_soon(tuner.search, unfinished=True)

@@ -27,11 +27,11 @@ from zftune.store.types import (
 )
 from zftune.tuner import messages
 from zftune.tuner.evidence import Gain
-from zftune.tuner.recording import Recording, RunFacts, stake_won
+from zftune.tuner.record import Recording, RunFacts, stake_won
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Prepared, SearchRequest, begin
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT, Adoption, Remark
+from zftune.tuner.states import LEARNING_RATE, OF_INCUMBENT, Adoption, Remark
 
 FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
 RATIOS = Ratios(2.0, 1.0)
@@ -106,27 +106,11 @@ def kept(world: World, setting: Setting, **more: Any) -> Preset:
                 "model": FACTS.model,
                 "hardware": Hardware(hw_id=recording.key.hw_id, rig="made-up"),
                 "ratios": RATIOS,
-                "usable_cores": recording._usable_cores,
+                "usable_cores": recording._here.usable_cores,
                 **more,
             }
         )
     )
-
-
-def test_a_training_of_other_weights_is_told_why_its_run_is_new(world: World) -> None:
-    def trains(model_id: str, trainable: int, name: str = "Tiny") -> RunFacts:
-        return replace(FACTS, model=replace(FACTS.model, model_id=model_id, name=name, trainable=trainable))
-
-    begun = world.begin(trains("a" * 16, 1200))
-    world.go(begun, most=3)
-    world.end(begun, unfinished=True)
-    (run,) = world.store.runs()
-    told = f"Begins a new run, since run {run.run_id[:8]} trained other weights of Tiny (1,200 instead of 300)."
-    for facts in (trains("a" * 16, 1200), trains("c" * 16, 300, "Another"), replace(trains("b" * 16, 300), sequence=9)):
-        assert Recording(world.store, facts, "published").why_new() == ""
-    loose = Recording(world.store, trains("a" * 16, 1200), "loose").why_new()
-    assert loose == f"Begins a new run, since run {run.run_id[:8]} had quality published."
-    assert world.begin(trains("b" * 16, 300)).sentence.startswith(told)
 
 
 def test_a_later_run_begins_from_what_an_earlier_one_found(world: World, store: Store) -> None:
@@ -261,7 +245,7 @@ def test_a_preset_is_the_same_where_a_knob_without_effect_differs(world: World, 
     other = kept(world, replace(synchronous, topk_ratio=0.2))
     begun = world.begin(fresh=True)
     book = begun.search.book
-    trial = book.add(synchronous, "search")
+    trial = begun.search.add(synchronous, "search")
     trial.keep([4.0])
     book.adopt(trial, Adoption(trial.number, 0, 0.1, 0.01))
     book.gain = Gain(0.1, 0.01)
@@ -282,13 +266,13 @@ def test_a_search_that_is_interrupted_again_and_again_comes_to_its_end(world: Wo
         lives += 1
         assert lives < 60
         before = begun.search.measurements
-        kept = "1 measurement is kept" if before == 1 else f"{before} measurements are kept"
+        kept = messages.count(before, "measurement")
         incumbent = begun.search.book.incumbent.setting
         (run,) = store.runs()
         assert run.state is RunState.LOST
         begun = world.begin()
         anew = "(--fresh, or fresh=True of zftune.attach, begins anew)"
-        assert begun.sentence == f"Goes on with run {run.run_id[:8]}: {kept} {anew}."
+        assert begun.sentence == f"Resumes run {run.run_id[:8]} with {kept} {anew}."
         asked = begun.search.next()
         assert asked is not None
         assert (asked.role, asked.setting) == ("start", incumbent)
@@ -323,10 +307,11 @@ def test_another_learning_rate_is_told_of_once_where_it_goes_on(world: World) ->
         world.go(begun, 1)
         told.append(begun.sentence)
         world.end(begun, unfinished=True)
-    lower, higher = messages.other_rate(2e-4, 1e-3), messages.other_rate(1e-3, 2e-4)
-    assert "is 0.0002 from here on, it was 0.001:" in lower
+    lower, higher = "is 0.0002 from here on, it was 0.001:", "is 0.001 from here on, it was 0.0002:"
     (run,) = world.store.runs()
-    assert [one.reason for one in world.store.decisions(run.run_id) if one.kind == "remark"] == [lower, higher, lower]
+    remarks = [one.details for one in world.store.decisions(run.run_id) if one.details.get("because") == "rate"]
+    rates = [(one[LEARNING_RATE], one["before"]) for one in remarks]
+    assert rates == [(2e-4, 1e-3), (1e-3, 2e-4), (2e-4, 1e-3)]
     assert [lower in one for one in told] == [False, False, True, False, False, True, False]
     assert [higher in one for one in told] == [False] * 4 + [True] + [False] * 2
 
@@ -366,9 +351,9 @@ def test_a_schedule_is_compared_at_its_highest(
         world.go(begun, 1)
         world.end(begun, unfinished=True)
     sentence = world.begin(learning_rate=rate, begins_anew=begins_anew).sentence
-    assert sentence.startswith("Goes on with run")
+    assert sentence.startswith("Resumes run")
     assert ("The learning rate is" in sentence) == (told is not None)
-    assert told is None or messages.other_rate(rate, told, is_another=begins_anew) in sentence
+    assert told is None or f"is {rate:.3g} from here on, it was {told:.3g}:" in sentence
     assert "and losses of both" not in sentence or not begins_anew
 
 
@@ -419,5 +404,6 @@ def test_a_remark_that_comes_back_is_written_down_once(world: World) -> None:
     again.search.remember(said)
     again.search.remember(replace(said, reason="Another one."))
     world.end(again, unfinished=True)
-    kinds = [one.reason for one in world.store.decisions(again.recorder.run_id) if one.kind == "remark"]
+    remarks = [one for one in world.store.decisions(again.recorder.run_id) if one.kind == "remark"]
+    kinds = [messages.sentence(one) for one in remarks if "Begins" not in one.details["text"]]
     assert kinds == [said.reason, "Another one."]

@@ -13,10 +13,11 @@ from tests.support.tiers import fast
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
 from zftune.errors import ZftuneError
 from zftune.store.types import TrialState
+from zftune.tuner.messages import ENDED_EARLY, sentence
 from zftune.tuner.pace import Pace
-from zftune.tuner.recorder import state_adapter
+from zftune.tuner.record import state_adapter
 from zftune.tuner.search import MOST_VOIDS, Search, SearchOptions
-from zftune.tuner.space import Setting
+from zftune.tuner.space import Forecaster, Setting
 from zftune.tuner.states import (
     OF_INCUMBENT,
     BarredSetting,
@@ -73,7 +74,7 @@ def test_a_unit_is_the_incumbent_the_challenger_and_the_incumbent_again() -> Non
     driver.run(search, most=3)
     start, look, after = driver.requests
     assert (start.role, start.setting, start.steps) == ("start", START, 64)
-    best = min(search.book.space.settings(), key=driver.surface.planner_ms)
+    best = min(search.space.settings(), key=driver.surface.planner_ms)
     assert (look.role, look.setting, look.discard) == ("explore", best, best.update_interval)
     assert (look.steps, look.steps % best.update_interval) == (look.block, 0)
     assert (after.role, after.setting) == ("a2", START)
@@ -159,14 +160,14 @@ def test_a_unit_begins_only_where_it_can_be_paid() -> None:
     driver.within = look
     driver.run(search, most=150)
     assert ran(driver, "hold")
-    assert "the next comparison may need more than is left" in {note.kind: note.reason for note in search.notes}["hold"]
+    assert {note.details["because"] for note in search.notes if note.kind == "hold"} == {"budget"}
     longest_s = max(one.seconds for one in driver.outcomes)
     assert max(most) <= 2 * driver.change_s + longest_s
     assert max(most[len(most) // 2 :]) <= driver.change_s + 0.5
     search, driver = make(1, 0.02, cost_floor_s=3.0, cost_share=0.0)
     driver.change_s = 2.0
     driver.run(search)
-    assert "Exploring has cost" in search.notes[-1].reason
+    assert (search.notes[-1].kind, search.notes[-1].details["because"]) == ("stop", "budget")
 
 
 def test_a_dear_change_makes_blocks_longer() -> None:
@@ -190,8 +191,7 @@ def test_it_rests_once_nothing_is_worth_a_unit_and_compares_what_it_replaced() -
     assert len(after) < len(rests) / 5
     search, driver = make(5, 0.02)
     driver.run(search)
-    assert search.notes[-1].kind == "stop"
-    assert "worth another comparison" in search.notes[-1].reason
+    assert (search.notes[-1].kind, search.notes[-1].details["because"]) == ("stop", "idle")
 
 
 def test_a_crash_is_never_tried_again() -> None:
@@ -210,7 +210,7 @@ def test_a_crash_is_never_tried_again() -> None:
 
 def test_what_is_barred_is_not_tried() -> None:
     search, driver = make(1, 0.03)
-    best = min(search.book.space.settings(), key=driver.surface.planner_ms)
+    best = min(search.space.settings(), key=driver.surface.planner_ms)
     search, driver = make(1, 0.03, barred=(BarredSetting(best, "crash"),))
     driver.run(search)
     assert best not in {one.setting for one in driver.requests}
@@ -237,33 +237,25 @@ def test_a_measurement_that_does_not_count_is_made_again_and_then_given_up() -> 
 def test_other_tokens_widen_the_belief_and_forget_nothing() -> None:
     search, driver = make(2, 0.03, hold=True)
     driver.run(search, most=30)
-    before = search._believed().gain(START, search._lessons[0].challenger)
+    before = search._believed().gain(START, search.known.pool[search.known.lessons[0].challenger])
     driver.fault = lambda request: replace(driver.measure(request), tokens=2 * TOKENS)
     driver.run(search, most=2)
-    after = search._believed().gain(START, search._lessons[0].challenger)
+    after = search._believed().gain(START, search.known.pool[search.known.lessons[0].challenger])
     assert [note.kind for note in search.notes].count("reopen") == 1
     assert after[1] > before[1]
     assert abs(after[0]) > 0.2 * abs(before[0])
     assert search.book.tokens == 2 * TOKENS
 
 
-class Planner:
-    """Asked again once the link is counted to be slower."""
-
-    def __init__(self, surface: Surface) -> None:
-        self.forecast = surface.forecast
-        self.learnt: list[tuple[Any, Pace]] = []
-
-    def learn(self, before: Pace | None, now: Pace) -> None:
-        self.learnt.append((before, now))
-
-    def planned(self) -> list[Setting]:
-        return [replace(START, topk_ratio=0.2)]
-
-
 def test_only_what_is_counted_of_the_machine_makes_it_plan_again() -> None:
     search, driver = make(2, 0.1, hold=True)
-    planner = search._planning = Planner(driver.surface)  # type: ignore[assignment]
+    learnt: list[tuple[Pace | None, Pace]] = []
+
+    def replan(before: Pace | None, now: Pace) -> tuple[Forecaster, list[Setting]]:
+        learnt.append((before, now))
+        return driver.surface.forecast, [replace(START, topk_ratio=0.2)]
+
+    search._replan = replan
     slow = [False]
 
     def measure(request: Request) -> Outcome:
@@ -276,23 +268,24 @@ def test_only_what_is_counted_of_the_machine_makes_it_plan_again() -> None:
     driver.run(search, most=40)
     slow[0] = True  # all steps take twice as long, and nothing that is counted has changed
     driver.run(search, most=40)
-    assert planner.learnt == []
+    assert learnt == []
     pace = 5.0
     driver.run(search, most=15)
-    ((_, now),) = planner.learnt
+    ((_, now),) = learnt
     assert now.link_gbps == 5.0
     note = next(one for one in search.notes if one.kind == "reopen")
-    assert "the link's 10 GB/s to 5" in note.reason
+    assert note.details["because"] == "pace"
+    assert "the link's 10 GB/s to 5" in sentence(note)
 
 
 def test_the_guard_and_a_rollback_end_it_for_good() -> None:
     search, driver = make(1, 0.03)
     driver.run(search)
     assert search.book.adoptions
-    last = search.book.adopted.setting
+    last = search.book.trials[search.book.adoptions[-1].trial].setting
     search.roll_back("by hand")
     assert search.next() is None
-    assert search.book.judge(last)[1] == "somebody has rolled it back"
+    assert search.judge(last)[1] == "somebody has rolled it back"
     search.guard("Stopped at step 9.")
     assert search.book.incumbent.setting == START
     assert search.book.gain is None
@@ -301,8 +294,8 @@ def test_the_guard_and_a_rollback_end_it_for_good() -> None:
 def test_memory_that_runs_short_raises_the_offload_ratio() -> None:
     search, driver = make(1, 0.03)
     tight = replace(START, offload_ratio=0.8)
-    search = Search(search.book.space, tight, driver.surface.forecast, (), SearchOptions(hold=True))
-    search.book.device_limit_bytes = 10**9
+    search = Search(search.space, tight, driver.surface.forecast, (), SearchOptions(hold=True))
+    search.device_limit_bytes = 10**9
     driver.fault = lambda request: replace(driver.measure(request), device_bytes=int(1.05e9))
     driver.run(search, most=1)
     assert search.book.incumbent.setting.offload_ratio > 0.8
@@ -314,7 +307,7 @@ def test_movement_makes_updates_earlier() -> None:
     search, driver = make(1, 0.03, hold=True)
     driver.fault = lambda request: replace(driver.measure(request), movement_percent=0.5)
     driver.run(search, most=1)
-    assert search.book.space.violation(search.book.incumbent.setting) is None
+    assert search.space.violation(search.book.incumbent.setting) is None
     assert "movement" in {note.kind for note in search.notes}
 
 
@@ -330,8 +323,8 @@ def test_what_others_take_from_the_thread_is_left_out_where_it_is_most_of_the_no
     driver.fault = beside
     driver.run(search, most=60)
     assert search.uses_own_time
-    assert search._own_noise.variance < 0.5 * search._noise.variance
-    assert all(len(pair.own) == len(pair.gains) for pair in search._pairs)
+    assert search.known.own_noise.variance < 0.5 * search.known.noise.variance
+    assert all(len(pair.own) == len(pair.gains) for pair in search.known.pairs)
     assert search.book.adoptions
 
 
@@ -369,7 +362,7 @@ def test_killed_anywhere_it_asks_what_the_uninterrupted_one_asks(seed: int, samp
 def test_a_state_of_another_start_is_refused() -> None:
     search, driver = make(1, 0.03)
     driver.run(search, most=5)
-    other = Search(search.book.space, replace(START, topk_ratio=0.2), driver.surface.forecast)
+    other = Search(search.space, replace(START, topk_ratio=0.2), driver.surface.forecast)
     with pytest.raises(ZftuneError, match="began with another setting"):
         other.restore(search.snapshot())
 
@@ -385,9 +378,9 @@ def test_a_training_that_goes_on_measures_the_incumbent_first() -> None:
     assert request.role == "start"
     driver.run(search, most=2)
     assert driver.requests[-1].setting == setting  # whose look was interrupted
-    search.stop("The training ended before the search did.")
+    search.stop(ENDED_EARLY)
     search.begin_again()
     assert search.next() is not None
-    search.stop("Stopped by hand.", final=True)
+    search.stop(because="command", by="by hand", final=True)
     search.begin_again()
     assert search.next() is None

@@ -9,8 +9,8 @@ from tests.support.zftune.tuner.surfaces import START, Surface, coverage
 from zenflow import ZenFlowConfig
 from zftune.quality import MOST_LATE_STEPS, expected_loss_percent, late_percent
 from zftune.store.types import Quality
+from zftune.tuner.search import Search
 from zftune.tuner.space import PUBLISHED, Setting, space_for
-from zftune.tuner.trials import TrialTable
 
 
 def test_published_is_no_further_from_the_plain_optimizer_than_the_base() -> None:
@@ -176,7 +176,7 @@ def test_a_lag_without_an_effect_is_no_choice() -> None:
     assert not space.base.overlap_step
     indices = {**space.indices(START), "update_interval": 1}
     least, *others = (space.setting({**indices, "lag_share": share}) for share in range(3))
-    book = TrialTable(space, Surface.random(0).forecast, least)
-    assert all(book.may_run(other) and other.knobs() == least.knobs() for other in others)
+    search = Search(space, least, Surface.random(0).forecast)
+    assert all(search.may_run(other) and other.knobs() == least.knobs() for other in others)
     found = [(setting.topk_ratio, setting.update_interval) for setting in space.settings()]
     assert len(found) == len(set(found)) > 20

@@ -28,9 +28,9 @@ from zftune.daemon.server.answers import Service
 from zftune.store import open_store, opening
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import TuneRequest
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
-from zftune.tuner.training_info import TuneRequest
 from zftune.tuner.tuner import Tuner
 
 SLOW_S, FAST_S = 0.003, 0.0015
@@ -47,10 +47,7 @@ def serve(folder: str, environment: Mapping[str, str], lease_s: float, busy_s: f
 
     @contextmanager
     def host() -> Iterator[Sequence[Service]]:
-        with open_store() as store:
-            for notice in store.notices:
-                sys.stderr.write(f"{notice}\n")
-            yield [Runs(Registry(store, lease_s=lease_s))]
+        yield [Runs(Registry(open_store, lease_s=lease_s))]
 
     serve_daemon(Options(idle_exit_s=120.0), host)  # where the tests themselves are killed
 

@@ -22,6 +22,7 @@ from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
+from zftune.tuner.messages import sentence
 
 FAULTS = int(os.environ.get("ZFTUNE_FAULTS", fast("1", all_of="3")))
 """How often each of them happens."""
@@ -239,7 +240,7 @@ class Stage:
             one.close()
 
     def _look_for(self, store: Store, record: str, decisions: list[Any], measured: list[Any]) -> None:
-        kept = [(one.kind, one.reason, one.at_unix_s) for one in store.decisions(record)]
+        kept = [(one.kind, sentence(one), one.at_unix_s) for one in store.decisions(record)]
         assert kept[: len(decisions)] == decisions
         rows = {one.number: one for one in store.trials(record)}
         for number, knobs, step_ms in measured:

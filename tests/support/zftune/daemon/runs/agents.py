@@ -20,9 +20,9 @@ from zftune.daemon.protocol.codec import decode, encode
 from zftune.daemon.protocol.messages import Applied, Directive, Done, Goodbye, Hello, Reattach, Report
 from zftune.errors import DaemonError
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import Reader, TrainingFacts, TuneRequest, WarmupStats
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
-from zftune.tuner.training_info import Reader, TrainingFacts, TuneRequest, WarmupStats
 
 RUN = "0" * 31 + "1"
 START_MS = 100.0
@@ -43,7 +43,14 @@ def document(message: Any) -> Any:
     return json.loads(encode(message))
 
 
-def hello(run: str = RUN, *, again: Reattach | None = None, fresh: bool = False, **search: Any) -> Hello:
+def hello(
+    run: str = RUN,
+    *,
+    again: Reattach | None = None,
+    fresh: bool = False,
+    database: str = "sqlite://",
+    **search: Any,
+) -> Hello:
     found = facts()
     options = replace(found.wishes.search, **{"most_measurements": 9, **search})
     return Hello(
@@ -53,6 +60,7 @@ def hello(run: str = RUN, *, again: Reattach | None = None, fresh: bool = False,
         pid=1,
         began_unix_s=1.0,
         argv=("train.py",),
+        database=database,
         again=again,
     )
 
@@ -77,6 +85,7 @@ class Agent:
         run: str = RUN,
         again: Reattach | None = None,
         fresh: bool = False,
+        database: str = "sqlite://",
         **search: Any,
     ) -> None:
         self.transport, self.step_ms, self.run = transport, step_ms, run
@@ -86,7 +95,7 @@ class Agent:
         self.knobs: Setting | None = None
         self.done: Done | None = None
         self._sequence = 0
-        self._hello = hello(run, again=again, fresh=fresh, **search)
+        self._hello = hello(run, again=again, fresh=fresh, database=database, **search)
         self.session = ""
         self.last: Directive
         self.say_hello()

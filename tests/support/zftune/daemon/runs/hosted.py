@@ -16,8 +16,7 @@ from zftune.store import open_store
 @contextmanager
 def _host() -> Iterator[Sequence[Service]]:
     lease_s = float(sys.argv[1]) if len(sys.argv) > 1 else LEASE_S
-    with open_store() as store:
-        yield [Runs(Registry(store, lease_s=lease_s))]
+    yield [Runs(Registry(open_store, lease_s=lease_s))]
 
 
 if __name__ == "__main__":

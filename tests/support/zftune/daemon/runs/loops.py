@@ -23,9 +23,9 @@ from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import DaemonError
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import TuneRequest
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Sampler
-from zftune.tuner.training_info import TuneRequest
 from zftune.tuner.tuner import Tuner
 
 BEGIN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, ledger=True, host_threads=1)
@@ -151,6 +151,6 @@ def fast_rig() -> Rig:
 
 @contextmanager
 def registry_of(store: Any, **more: Any) -> Iterator[Registry]:
-    registry = Registry(store, **more)
+    registry = Registry(lambda _: store, **more)
     yield registry
     registry.close()

@@ -33,7 +33,7 @@ class World:
     def begin(self) -> None:
         self.store: Store = open_store(str(self.path))
         self.registry = Registry(
-            self.store,
+            lambda _: self.store,
             lease_s=30.0,
             clock=lambda: self.now_s,
             disturbance=lambda _: lambda: self.disturbed(),

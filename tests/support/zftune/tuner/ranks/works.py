@@ -22,13 +22,14 @@ import zftune
 from zenflow import HostMemoryError, ZenFlowAdamW, ZenFlowConfig, knobs
 from zftune.attaching import attach_ranks
 from zftune.errors import ZftuneError
-from zftune.tuner import rank_channel
+from zftune.tuner import ranks
 from zftune.tuner.drivers import LocalDriver
 from zftune.tuner.guard import NoDisturbance
-from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.messages import sentence
+from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import TuneRequest, WorldInfo
 from zftune.tuner.space import Setting
-from zftune.tuner.training_info import TuneRequest, WorldInfo
 from zftune.tuner.tuner import Tuner
 
 ENDS_S = 100.0
@@ -103,7 +104,7 @@ class Training:
             "knobs": Setting.of(self.optimizer.config).knobs(),
             "kept": self.optimizer.kept_knobs,
             "trials": None if search is None else [[str(t.state), t.reason] for t in search.book.trials],
-            "notes": None if search is None else [[note.kind, note.reason] for note in search.notes],
+            "notes": None if search is None else [[note.kind, sentence(note)] for note in search.notes],
         }
         self.optimizer.close()
         return told
@@ -202,20 +203,20 @@ def loaded_and_deaf(rank: int) -> dict[str, Any]:
     """The same, and rank 1 does not hear the round in which they would go back."""
     training = Training(rank, most=50)
     _load_tried(training)
-    hear = rank_channel.RankChannel.hear
+    hear = ranks.RankChannel.hear
     if rank == 1:
-        rank_channel.RankChannel.hear = _deaf  # type: ignore[method-assign, assignment]
+        ranks.RankChannel.hear = _deaf  # type: ignore[method-assign, assignment]
     try:
         training.step()
     finally:
-        rank_channel.RankChannel.hear = hear  # type: ignore[method-assign]
+        ranks.RankChannel.hear = hear  # type: ignore[method-assign]
     for _ in range(4):
         training.step()
     return training.told()
 
 
-def _deaf(_: rank_channel.RankChannel) -> rank_channel.StepMessages:
-    raise rank_channel.UnheardError("it took too long")
+def _deaf(_: ranks.RankChannel) -> ranks.StepMessages:
+    raise ranks.UnheardError("it took too long")
 
 
 def _load_tried(training: Training) -> None:
@@ -250,7 +251,7 @@ def alone(rank: int) -> dict[str, Any]:
     optimizer = ZenFlowAdamW(nn.Linear(5, 4).parameters(), lr=1e-5, config=OWN)
     told = {"error": ""}
     if rank == 0:
-        _expect(told, lambda: rank_channel.RankChannel(patience_s=1.0))
+        _expect(told, lambda: ranks.RankChannel(patience_s=1.0))
     optimizer.close()
     return told
 

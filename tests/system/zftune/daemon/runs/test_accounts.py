@@ -27,7 +27,7 @@ from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import run_view
 from zftune.emulation import Rig
 from zftune.errors import DaemonError
-from zftune.explain.document import explain_document
+from zftune.explain.summary import explain_document
 from zftune.store import open_store
 from zftune.store.types import TrialState
 

@@ -25,12 +25,13 @@ from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState
 from zftune.tuner.drivers import LocalDriver
+from zftune.tuner.messages import sentence
 from zftune.tuner.space import Setting
 
 
 @pytest.fixture
 def transport(store: Store) -> Iterator[Direct]:
-    registry = Registry(store)
+    registry = Registry(lambda _: store)
     registry.start()
     yield Direct(registry)
     registry.close()
@@ -144,7 +145,7 @@ def test_in_simulated_time_a_run_with_a_daemon_repeats_to_the_last_digit(loop: C
                 training.step()
             training.close()
             times = [stats.step_ms for stats in training.optimizer.history(wait=True)]
-            seen.append((training.changes, times, [one.reason for one in store.decisions(store.runs()[0].run_id)]))
+            seen.append((training.changes, times, [sentence(one) for one in store.decisions(store.runs()[0].run_id)]))
     first, second = seen
     assert len(first[0]) >= 2  # something was tried
     assert first[0] == second[0]

@@ -26,7 +26,7 @@ from zftune.attaching import attach_ranks
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
 from zftune.emulation import EmulatedAccelerator, Rig
-from zftune.explain.document import explain_document
+from zftune.explain.summary import explain_document
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -36,10 +36,11 @@ from zftune.store.store import Store
 from zftune.tuner.drivers import LocalDriver, SearchDriver
 from zftune.tuner.forecast import forecast_for, rig_machine
 from zftune.tuner.guard import NoDisturbance
-from zftune.tuner.rank_consensus import KnobConsensus
+from zftune.tuner.messages import sentence
+from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.space import Setting
-from zftune.tuner.training_info import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.tuner import Tuner
 
 RANKS, WIDTH, ROWS = 2, 32, 4
@@ -172,7 +173,7 @@ class Training:
             return {"notices": self.tuner.notices, "best": self.tuner.incumbent.knobs()}
         search = self.tuner.search
         assert search is not None
-        forecast = search.book.forecast(search.book.trials[0].setting)
+        forecast = search.forecast(search.book.trials[0].setting)
         measured = [trial for trial in search.book.trials if trial.blocks]
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
@@ -180,11 +181,11 @@ class Training:
             "ranks_ms": None if self.store is None else explain_document(self.store, self.store.runs()[0])["ranks_ms"],
             "best": search.book.incumbent.setting.knobs(),
             "gain": None if search.book.gain is None else search.book.gain.share,
-            "stopped": [note.reason for note in search.notes if note.kind == "stop"],
-            "budget": search.book.space.budget,
+            "stopped": [sentence(note) for note in search.notes if note.kind == "stop"],
+            "budget": search.space.budget,
             "host_bytes": [forecast.host_bytes, search.book.trials[0].host_bytes],
             "measured": [
-                [one.number, one.setting.knobs(), math.exp(one.log_us), search.book.forecast(one.setting).step_ms]
+                [one.number, one.setting.knobs(), math.exp(one.log_us), search.forecast(one.setting).step_ms]
                 for one in measured
             ],
         }

@@ -18,7 +18,7 @@ from zftune.store import open_store
 from zftune.store.account import Count, Pulse
 from zftune.store.locks import RunLocks
 from zftune.store.types import TrialState
-from zftune.tuner.recording import Recording
+from zftune.tuner.record import Recording
 from zftune.tuner.search import MOST_VOIDS
 from zftune.tuner.states import Outcome
 
@@ -127,7 +127,7 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     agent.report(steps=tuple(steps[:16]), losses=tuple(losses[:16]), changes=(Change(16, knobs),))
     agent.measure()
     agent.asked()
-    before = run_details(world.registry.brain(RUN), 0.0, world.store)
+    before = run_details(world.registry.brain(RUN), 0.0)
     assert [(one.step, one.loss) for one in before.curve] == losses[:16]
     record = agent.last.record or ""
     world.kill()
@@ -137,7 +137,7 @@ def test_how_a_training_goes_outlives_the_daemon(world: World) -> None:
     agent.until(lambda: agent.last.record == record)
     agent.report(step=18, steps=tuple(steps[16:18]), losses=tuple(losses[16:18]), changes=(Change(16, knobs),))
     agent.report(step=32, steps=tuple(steps[18:]), losses=tuple(losses[18:]))
-    details = run_details(world.registry.brain(RUN), 0.0, world.store)
+    details = run_details(world.registry.brain(RUN), 0.0)
     assert [(one.step, one.loss) for one in details.curve] == losses
     assert details.changes[0].step == 16
     assert details.changes[0].knobs == knobs.knobs()

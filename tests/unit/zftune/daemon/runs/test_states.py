@@ -11,6 +11,7 @@ from zftune.tuner import states as search
 from zftune.words import LIVE_STATES
 
 AGAIN = "the best settings so far are measured once more"
+KEEP = Decision("keep", 3, {"text": "not faster"})
 WHOLE: list[states.Going] = [
     states.Warming(), states.Baseline(), states.Searching(1), states.Confirming(2), states.Frozen("enough"),
     states.Drifted("other times"),
@@ -18,22 +19,22 @@ WHOLE: list[states.Going] = [
 
 
 @pytest.mark.parametrize(
-    ("state", "last", "expected"),
+    ("state", "notes", "expected"),
     [
-        (search.Opening(), None, states.Baseline()),
-        (search.Opening(), Decision("resume", "again"), states.Baseline(AGAIN)),
-        (search.Opening(), Decision("reopen", "other tokens"), states.Drifted("other tokens")),
-        (search.Choosing(), None, states.Searching(None, "the next setting is being chosen")),
-        (search.Unit(3, 16, is_look=True), None, states.Searching(3, "setting 3 is compared for the first time")),
-        (search.Unit(4, 16), None, states.Confirming(4, "setting 4 is compared with the best so far")),
-        (search.Resting(5, "dear"), None, states.Searching(None, "dear")),
-        (search.Resting(5, "nothing is worth it", is_idle=True), None, states.Frozen("nothing is worth it")),
-        (search.Stopped("enough"), Decision("stop", "enough"), states.Frozen("enough")),
-        (search.Stopped("wrong", final=True), Decision("guard", "wrong"), states.Frozen("wrong", pinned=True)),
+        (search.Opening(), [], states.Baseline()),
+        (search.Opening(), [Decision("resume")], states.Baseline(AGAIN)),
+        (search.Opening(), [Decision("reopen", None, {"text": "other tokens"})], states.Drifted("other tokens")),
+        (search.Choosing(), [], states.Searching(None, "the next setting is being chosen")),
+        (search.Unit(3, 16, is_look=True), [], states.Searching(3, "setting 3 is compared for the first time")),
+        (search.Unit(4, 16), [], states.Confirming(4, "setting 4 is compared with the best so far")),
+        (search.Resting(5), [Decision("hold", None, {"text": "dear"}), KEEP], states.Searching(None, "dear")),
+        (search.Resting(5, is_idle=True), [Decision("hold", None, {"text": "idle"}), KEEP], states.Frozen("idle")),
+        (search.Stopped(), [Decision("stop", None, {"text": "enough"})], states.Frozen("enough")),
+        (search.Stopped(final=True), [Decision("guard", 0, {"text": "wrong"})], states.Frozen("wrong", pinned=True)),
     ],
 )
-def test_a_state_follows_from_the_search(state: search.State, last: Decision | None, expected: State) -> None:
-    assert states.of_search(state, last) == expected
+def test_a_state_follows_from_the_search(state: search.State, notes: list[Decision], expected: State) -> None:
+    assert states.of_search(state, notes) == expected
 
 
 @pytest.mark.parametrize("state", WHOLE, ids=lambda one: one.name)

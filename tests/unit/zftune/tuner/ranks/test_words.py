@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from zftune.tuner.rank_channel import MOST_TALK_BYTES, LeaderMessage, RankMessage, fill, read, room
+from zftune.tuner.ranks import MOST_TALK_BYTES, LeaderMessage, RankMessage, fill, read, room
 from zftune.tuner.space import Setting
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
+revision = "0003"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -155,7 +155,6 @@ def _decision() -> None:
         sa.Column("run_id", sa.String(length=32), sa.ForeignKey("run.run_id", ondelete="CASCADE"), nullable=False),
         sa.Column("trial_id", sa.Integer(), sa.ForeignKey("trial.trial_id", ondelete="CASCADE")),
         sa.Column("kind", sa.String(length=16), nullable=False),
-        sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("step", sa.Integer()),
         sa.Column("details", sa.JSON(), nullable=False),
         sa.Column("at_unix_s", sa.Double(), nullable=False),
