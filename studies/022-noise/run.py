@@ -22,7 +22,7 @@ from studykit import Job, Results, code_digest, done, parser, write_json  # noqa
 from zftune.emulation.machines import load_rig  # noqa: E402
 
 CODE = (
-    *(f"zftune/tuner/{part}.py" for part in ("belief", "blocks", "cost", "evidence", "search", "states", "trials")),
+    *(f"zftune/tuner/{part}.py" for part in ("belief", "evidence", "search", "states")),
     "zftune/emulation/noise.py",
     "studies/022-noise/noisy/driver.py",
     "studies/022-noise/noisy/scenes.py",

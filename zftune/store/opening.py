@@ -378,7 +378,7 @@ class Database:
                 return result
             except SQLAlchemyError as error:
                 clashes += is_clash(error)
-                if is_lost(error) and commits:
+                if self.is_server and commits and is_lost(error):
                     raise self._failed("was lost during a write, and may have kept it", error) from error
                 again = is_clash(error) or (is_lost(error) and self._wait(pauses))
                 if not again or clashes == _ATTEMPTS:

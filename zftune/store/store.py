@@ -56,7 +56,7 @@ class Store(Presets, Runs):
     """An open store, from `zftune.store.open_store`. May be used from several threads.
 
     Every write is one short transaction that is on the disk when the call returns. Writing or reading raises
-    `StoreError`, a sentence, where it cannot be done; what was there before is as it was.
+    `StoreError`, a sentence, where it cannot be done, or where a run is another process's now; what was there is as it was.
 
     Args:
         clock: wall clock of this machine, seconds; on a server all go by the server's.

@@ -281,8 +281,6 @@ class MeasurementRow(Base):
     role: Mapped[str] = mapped_column(String(16))
     steps: Mapped[int]
     step_ms: Mapped[float]
-    token_us: Mapped[float]
-    mad_us: Mapped[float | None]
     began_unix_s: Mapped[float]
     void_reason: Mapped[str | None] = mapped_column(String(REASON_LENGTH))
     steps_ms: Mapped[list[float]]

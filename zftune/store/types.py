@@ -318,10 +318,6 @@ class Measurement:
     steps: int
     step_ms: float
     """Median."""
-    token_us: float
-    """Median time per token, microseconds: the score."""
-    mad_us: float | None = None
-    """Median absolute deviation of the time per token."""
     began_unix_s: float
     void_reason: str | None = None
     """Why it does not count."""

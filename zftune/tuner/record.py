@@ -361,7 +361,6 @@ def _row(request: Request, outcome: Outcome) -> Measurement:
         role=request.role,
         steps=len(outcome.steps_ms),
         step_ms=step_ms,
-        token_us=1e3 * step_ms / outcome.tokens,
         began_unix_s=time.time() - outcome.seconds,
         void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
         steps_ms=outcome.steps_ms,

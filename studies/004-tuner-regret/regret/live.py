@@ -12,6 +12,7 @@ from regret.replay import MOST_MEASUREMENTS
 from regret.scene import BASE, START, scene_of, space
 from zftune.profile.measure import Training
 from zftune.tuner.executor import TuningContext, live_search
+from zftune.tuner.messages import sentence
 from zftune.tuner.search import Search, SearchOptions
 
 RIGS = ("slow-core", "link-bound")
@@ -66,5 +67,5 @@ def searched(rig: str) -> dict[str, Any]:
         "steps": training.optimizer.steps,
         "spent_s": search.cost.spent_s,
         "elapsed_s": search.cost.elapsed_s,
-        "stopped": search.notes[-1].reason,
+        "stopped": sentence(search.notes[-1]),
     }

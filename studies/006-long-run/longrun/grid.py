@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from longrun.scene import BASE, PHASES, START, Phase
 from longrun.training import Training
-from zftune.tuner.space import Coverage, Setting, space_for
 from zftune.tuner.setup import device_limit
+from zftune.tuner.space import Coverage, Setting, space_for
 
 _SETTLING_WINDOWS = 2
 _SELECTING_STEPS = 4 * BASE.longest_window

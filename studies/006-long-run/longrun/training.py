@@ -87,7 +87,7 @@ class Training:
         batch = self.optimizer.steps % _BATCHES
         # As the output of an embedding, so that the first layer has its pad in backward.
         inputs = self._batches[batch, : self.phase.tokens].detach().requires_grad_()
-        output = self.module(inputs)
+        output: torch.Tensor = self.module(inputs)
         loss = (output - self._targets[batch, : self.phase.tokens]).float().square().mean() + 1  # never near zero
         loss.backward()
         self.device.begin_step()

@@ -21,6 +21,7 @@ from zftune.emulation.emulator import Slack
 from zftune.errors import DaemonError
 from zftune.store import open_store
 from zftune.tuner.guard import disturbance_of
+from zftune.tuner.messages import sentence
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import TuneRequest
 from zftune.tuner.tuner import Tuner
@@ -148,7 +149,7 @@ def _decisions(url: str) -> list[dict[str, Any]]:
         found = [one for run in store.runs() for one in store.decisions(run.run_id)]
     finally:
         store.close()
-    return [{"kind": one.kind, "reason": one.reason, "details": dict(one.details)} for one in found]
+    return [{"kind": one.kind, "reason": sentence(one), "details": dict(one.details)} for one in found]
 
 
 def _figures(run: Run, slack: Slack) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from studykit import spread
 
 from livecost.gaps import extra, gaps
 from livecost.searching import Run
+from zftune.tuner.messages import sentence
 
 ALLOWED = 0.01
 
@@ -36,7 +37,7 @@ def searched(seed: int, most: int) -> dict[str, Any]:
         "settings_measured": sum(bool(trial.blocks) for trial in search.book.trials),
         "weights": found.weights,
         "balanced": found.balanced,
-        "stopped": search.notes[-1].reason,
+        "stopped": sentence(search.notes[-1]),
     }
 
 

@@ -19,9 +19,8 @@ from zftune.store import open_store
 from zftune.tuner.executor import Executor, TuningContext, live_search
 from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.setup import Preparation, Prepared
+from zftune.tuner.setup import Prepared, Reader, TuneRequest, WarmupStats, prepare
 from zftune.tuner.states import OF_INCUMBENT, Outcome
-from zftune.tuner.setup import TuneRequest, WarmupStats
 from zftune.tuner.worker import Answer, ThreadWorker
 from zftune.workload import load_text
 
@@ -145,7 +144,7 @@ class Run:
         self._cleanup.callback(self._store.close)
         options = SearchOptions(seed=seed, most_measurements=most, thinking_s=None if real_time else THINKING_S)
         wishes = TuneRequest(quality="published", micro_batch=task.micro_batch, sequence=task.sequence, search=options)
-        self._preparation = Preparation(self.training.optimizer, wishes, lambda: self._store)
+        self._reader = Reader(self.training.optimizer, wishes)
 
     def __enter__(self) -> Run:
         return self
@@ -159,7 +158,7 @@ class Run:
         for _ in range(WARM_UP_STEPS):
             self.training.step()
         seen = WarmupStats(optimizer.config, tuple(optimizer.history()), has_loss=True)
-        prepared = self._preparation.prepare(seen)
+        prepared = prepare(self._reader.facts(seen), self._store)
         desks: list[PatientDesk] = []
         changes: list[int] = []
 

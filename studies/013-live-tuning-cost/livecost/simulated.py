@@ -10,6 +10,7 @@ from typing import Any
 
 from livecost.gaps import extra, gaps
 from livecost.searching import PatientDesk, Run, Searched
+from zftune.tuner.messages import sentence
 
 ALLOWED = 0.01
 KINDS = {
@@ -63,7 +64,7 @@ def figures_of(found: Searched) -> dict[str, Any]:
         "elapsed_s": search.cost.elapsed_s,
         "weights": found.weights,
         "balanced": found.balanced,
-        "stopped": search.notes[-1].reason,
+        "stopped": sentence(search.notes[-1]),
     }
 
 

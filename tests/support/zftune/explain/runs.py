@@ -134,7 +134,6 @@ class ByHand:
             role=role,
             steps=steps,
             step_ms=ms,
-            token_us=1e3 * ms / TOKENS,
             began_unix_s=began,
             void_reason=reason,
             steps_ms=(ms,) * steps,

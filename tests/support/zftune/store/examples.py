@@ -73,6 +73,4 @@ def other(
 
 
 def measurement(step_ms: float = 800.0, **more: Any) -> Measurement:
-    return Measurement(
-        role="explore", steps=24, step_ms=step_ms, token_us=step_ms * 1000 / 4096, began_unix_s=1_790_000_000.0, **more
-    )
+    return Measurement(role="explore", steps=24, step_ms=step_ms, began_unix_s=1_790_000_000.0, **more)

@@ -60,7 +60,7 @@ class Acknowledging(Store):
         ids = {one.number: one.trial_id for one in self.trials(run.run_id)}
         if progress.measured is not None:
             number, measurement = progress.measured
-            self.acknowledge("measured", [ids[number], measurement.aggregates["sequence"]])
+            self.acknowledge("measured", [ids[number], measurement.began_unix_s])
         for number, (state, _) in progress.states.items():
             if state is TrialState.IN_FLIGHT:
                 self.acknowledge("in_flight", ids[number])

@@ -186,20 +186,9 @@ def test_what_is_left_to_be_finished(store: Store, clock: Clock) -> None:
     assert found() is None
 
 
-def test_an_aborted_trial_is_not_applied_again(store: Store) -> None:
+def test_a_long_reason_is_cut(store: Store) -> None:
     run = begun(store)
-    trial = rows.add_trial(store, run, KNOBS, source="search")
-    rows.add_measurement(store, run, trial.trial_id, measurement(790.0), state=TrialState.ABORTED)
-    with pytest.raises(StoreError, match="is aborted"):
-        rows.mark_in_flight(store, run, trial.trial_id)
     assert len(rows.add_trial(store, run, KNOBS, source="search", rejected="x" * 5000).reason or "") == 1000
-
-
-def test_a_trial_is_of_its_run(store: Store) -> None:
-    one, two = begun(store), begun(store)
-    trial = rows.add_trial(store, one, KNOBS, source="search")
-    with pytest.raises(StoreError, match="is not of run"):
-        rows.add_measurement(store, two, trial.trial_id, measurement())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])

@@ -161,7 +161,7 @@ def test_it_begins_from_a_preset(quick: dict[str, Any], store: Store) -> None:
     name = store.save_preset(preset).name
     document = tune(TuneOptions(**quick, steps=320), watch, store)
     origin = f"Begins from preset {name}, measured for this model on this hardware, where it saved 20 +/- 2%."
-    assert origin in document["notices"]
+    assert origin in [note["reason"] for note in document["decisions"]]
     assert document["start"]["knobs"] == better.knobs()
     assert document["start"]["step_ms"] is not None
 

@@ -138,8 +138,6 @@ def _measurement() -> None:
         sa.Column("role", sa.String(length=16), nullable=False),
         sa.Column("steps", sa.Integer(), nullable=False),
         sa.Column("step_ms", sa.Double(), nullable=False),
-        sa.Column("token_us", sa.Double(), nullable=False),
-        sa.Column("mad_us", sa.Double()),
         sa.Column("began_unix_s", sa.Double(), nullable=False),
         sa.Column("void_reason", sa.String(length=1000)),
         sa.Column("steps_ms", sa.JSON(), nullable=False),

@@ -93,7 +93,7 @@ def test_a_loss_that_goes_wrong_on_one_rank_ends_it_on_all(ranks: list[dict[str,
     first, second = (rank["wrong_elsewhere"] for rank in ranks)
     assert any("the loss of rank 1 is not a number or a spike" in sentence for _, sentence in first["notes"])
     (own,) = second["notices"]
-    assert own.startswith("Stopped at step ")
+    assert own.startswith("Training goes on with the settings at the start")
     assert first["knobs"]["topk_ratio"] == 0.1
     assert len(first["seen"]) > 2
 
