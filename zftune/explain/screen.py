@@ -103,12 +103,9 @@ def _rejected(document: Mapping[str, Any], *, verbose: bool) -> Iterator[Text]:
         yield _text(f"Never applied: {count} setting{'' if count == 1 else 's'}, rejected unseen.")
         for one in rejected if verbose else rejected[:_REASONS]:
             yield _text(f"  {one['count']}: {one['reason']}", "dim")
-    told = {note["trial"] for note in document["decisions"] if note["kind"] in ("crash", "void")}
-    states = {"crashed": "Crashed, and not tried again", "in_flight": "Being measured"}
     for trial in document["trials"]:
-        if trial["state"] in states and trial["number"] not in told:
-            why = f": {trial['reason']}" if trial["reason"] else ""
-            yield _text(f"{states[trial['state']]}: {words.setting(trial['knobs'])}{why}.")
+        if trial["state"] == "in_flight":
+            yield _text(f"Being measured: {words.setting(trial['knobs'])}.")
 
 
 def _text(text: str, style: str = "") -> Text:

@@ -70,11 +70,7 @@ class RunSummary:
 
     @classmethod
     def read(cls, store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> RunSummary:
-        """A run of a store; `clock` is the wall clock, s.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """A run of a store; `clock` is the wall clock, s."""
         run_id, now = run.run_id, clock()
         rows, found, lives = store.trials(run_id), store.search_state(run_id), goes_on(store, run, now)
         measured = [(row.number, one) for row in rows for one in store.measurements(row.trial_id)]
@@ -116,9 +112,8 @@ class RunSummary:
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON."""
-        run, key = self.run, self.run.key
+        run, key, trials = self.run, self.run.key, self.trials()
         ranks_ms = () if self.state is None else self.state.ranks_ms
-        rejected = [trial for trial in self.trials() if trial["state"] == "rejected"]
         slowest = slowest_rank(dict(enumerate(ranks_ms)))
         document = {
             "schema": SCHEMA,
@@ -131,27 +126,23 @@ class RunSummary:
                 "parameters": self.model.parameters,
                 "micro_batch": key.micro_batch or None,
                 "sequence": key.sequence or None,
-                "dtype": key.dtype,
-                "world_size": key.world_size,
-                "nodes": key.nodes,
-                "shards": key.shards,
-                "ranks": key.ranks,
+                **{name: getattr(key, name) for name in ("dtype", "world_size", "nodes", "shards", "ranks")},
                 "learning_rate": run.settings.get(LEARNING_RATE),
             },
             "quality": key.quality,
             "ranks_ms": list(ranks_ms) or None,
             "budget": self._budget(),
             "interrupted": self.stopped is not None and run.state is RunState.LOST,
-            "start": self.trials()[0] if self.rows else None,
-            "best": self.trials()[self.best] if self.rows else None,
+            "start": trials[0] if trials else None,
+            "best": trials[self.best] if trials else None,
             "gain": self.gain,
             "cost": self._cost(),
             "measurements": 0 if self.state is None else self.state.measurements,
             "stopped": self.stopped,
-            "trials": self.trials(),
+            "trials": trials,
             "decisions": self.decisions(),
             "history": self._history(),
-            "rejected": words.rejected(rejected),
+            "rejected": words.rejected(trials),
             **self._quality(),
         }
         document["notices"] += [] if slowest is None else [slowest]
@@ -246,14 +237,9 @@ class RunSummary:
             "state": "ended" if state is RunState.LOST else state.value,
             "trained_on": state is RunState.FINISHED and last is not None and TRAINED_ON in last.details,
             "tuned": self.is_tuned,
-            "backend": run.key.backend,
-            "stage": run.key.stage,
-            "model_id": run.key.model_id,
-            "hw_id": run.key.hw_id,
-            "began_unix_s": run.began_unix_s,
-            "ended_unix_s": run.ended_unix_s,
+            **{name: getattr(run.key, name) for name in ("backend", "stage", "model_id", "hw_id")},
+            **{name: getattr(run, name) for name in ("began_unix_s", "ended_unix_s", "usable_cores")},
             "resumed": len(self.account.earlier),
-            "usable_cores": run.usable_cores,
             "settings": dict(run.settings),
             "versions": dict(run.versions),
         }
@@ -317,11 +303,7 @@ def _seconds(measurement: Measurement) -> float:
 
 
 def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-    """Everything about a run.
-
-    Raises:
-        StoreError: the store could not be read.
-    """
+    """Everything about a run."""
     return RunSummary.read(store, run, clock).document()
 
 

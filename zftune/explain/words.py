@@ -110,10 +110,6 @@ def nothing_adopted(document: Document) -> str:
     others = [trial for trial in document["trials"] if identity(trial["knobs"]) != start]
     tried = distinct(trial for trial in others if trial["state"] in _TRIED)
     kept = setting(document["best"]["knobs"])
-    crashed = distinct(trial for trial in others if trial["state"] == "crashed")
-    if crashed and crashed == tried:
-        what = "The one other setting that was tried" if tried == 1 else f"All {tried} other settings that were tried"
-        return f"{what} crashed, so that nothing is known of how fast others are. It began with: {kept}."
     kinds = {note["kind"] for note in document["decisions"]}
     result = messages.nothing_adopted(measured=is_measured(document), tried=tried, kinds=kinds)
     return f"{result}. {'Keep what it began with' if tried else 'It began with'}: {kept}."

@@ -385,11 +385,7 @@ class Database:
                     raise self._failed("could not be written", error) from error
 
     def read(self, work: Callable[[Session], _T]) -> _T:
-        """Run `work` on one snapshot.
-
-        Raises:
-            StoreError: it could not be read.
-        """
+        """Run `work` on one snapshot."""
         pauses = iter(_PAUSES_S)
         while True:
             try:

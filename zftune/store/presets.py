@@ -167,19 +167,11 @@ class Presets:
         return self._database.write(work)
 
     def find_preset(self, query: Query) -> Match | None:
-        """The preset to begin with: of the same key, else the nearest by measured ratios, else None (ask the planner).
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """The preset to begin with: of the same key, else the nearest by measured ratios, else None."""
         return find(query, self.presets())
 
     def presets(self) -> list[Preset]:
-        """All, withdrawn ones too, the newest first.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """All, withdrawn ones too, the newest first."""
 
         def work(session: Session) -> list[Preset]:
             rows = session.execute(
@@ -193,19 +185,11 @@ class Presets:
         return self._database.read(work)
 
     def preset(self, name: str) -> Preset | None:
-        """The one of that name.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """The one of that name."""
         return next((one for one in self.presets() if one.name == name), None)
 
     def remove_preset(self, name: str) -> bool:
-        """Forget a preset; whether there was one.
-
-        Raises:
-            StoreError: it could not be removed.
-        """
+        """Forget a preset; whether there was one."""
 
         def work(session: Session) -> bool:
             found = session.scalar(select(PresetRow.preset_id).where(PresetRow.name == name))
@@ -219,9 +203,6 @@ class Presets:
 
         Returns:
             Its state from now on; withdrawn where there is no such preset any more.
-
-        Raises:
-            StoreError: it could not be written.
         """
 
         def work(session: Session) -> PresetState:
@@ -236,11 +217,7 @@ class Presets:
         return self._database.write(work)
 
     def withdraw_preset(self, name: str, why: Withdrawal) -> None:
-        """Withdraw a preset; one that is missing or was withdrawn before stays as it is.
-
-        Raises:
-            StoreError: it could not be written.
-        """
+        """Withdraw a preset; one that is missing or was withdrawn before stays as it is."""
 
         def work(session: Session) -> None:
             row = session.scalar(select(PresetRow).where(PresetRow.name == name).with_for_update())

@@ -88,16 +88,12 @@ def spare(session: Session, run_id: str, *, void: str) -> None:
 
     `void` is the reason of trials that were not measured.
     """
-    of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash")
+    resumptions = (DecisionRow.run_id == run_id, DecisionRow.kind == "resume")
+    resumed = session.scalar(select(func.max(DecisionRow.decision_id)).where(*resumptions)) or 0
+    since = DecisionRow.decision_id > resumed  # before it, a training had died
+    of_it = (DecisionRow.trial_id == TrialRow.trial_id, DecisionRow.kind == "crash", since)
     presumed = select(DecisionRow.decision_id).where(*of_it, DecisionRow.details[TAKEN_FOR_DEAD].as_boolean()).exists()
-    # A run that is gone on with tells its search of a crash, as a measurement: that one was a training which died.
-    told = (MeasurementRow.trial_id == TrialRow.trial_id, MeasurementRow.aggregates["status"].as_string() == "crashed")
-    believed = select(MeasurementRow.measurement_id).where(*told).exists()
-    dead = and_(TrialRow.state == TrialState.CRASHED, presumed, ~believed)
-    resumed = select(func.max(DecisionRow.decision_id)).where(
-        DecisionRow.run_id == run_id, DecisionRow.kind == "resume"
-    )
-    since = DecisionRow.decision_id > func.coalesce(resumed.scalar_subquery(), 0)
+    dead = and_(TrialRow.state == TrialState.CRASHED, presumed)
     remarks = (DecisionRow.run_id == run_id, DecisionRow.kind == "remark", since)
     for remark in session.scalars(select(DecisionRow).where(*remarks)).all():
         if TAKEN_FOR_DEAD in remark.details:
@@ -120,39 +116,23 @@ class Runs:
     _living: RunLocks
 
     def runs(self) -> list[RunRecord]:
-        """All, the newest first.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """All, the newest first."""
         order = select(RunRow).order_by(RunRow.began_unix_s.desc(), RunRow.run_id)
         return self._database.read(lambda session: [run_of(row) for row in session.scalars(order)])
 
     def trials(self, run_id: str) -> list[TrialRecord]:
-        """Of a run, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """Of a run, in order."""
         order = select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)
         return self._database.read(lambda session: [trial_of(row) for row in session.scalars(order)])
 
     def measurements(self, trial_id: int) -> list[Measurement]:
-        """Of a trial, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """Of a trial, in order."""
         order = select(MeasurementRow).where(MeasurementRow.trial_id == trial_id)
         order = order.order_by(MeasurementRow.measurement_id)
         return self._database.read(lambda session: [measurement_of(row) for row in session.scalars(order)])
 
     def decisions(self, run_id: str) -> list[Decision]:
-        """Of a run, in order.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """Of a run, in order."""
         order = (
             select(DecisionRow, TrialRow.number)
             .outerjoin(TrialRow, TrialRow.trial_id == DecisionRow.trial_id)
@@ -162,11 +142,7 @@ class Runs:
         return self._database.read(lambda session: [decision_of(*row) for row in session.execute(order)])
 
     def curve(self, run_id: str) -> Curve:
-        """How a run went; empty where nothing was written of that.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """How a run went; empty where nothing was written of that."""
 
         def work(session: Session) -> Curve:
             row = session.get(CurveRow, run_id)
@@ -175,11 +151,7 @@ class Runs:
         return self._database.read(work)
 
     def account(self, run_id: str) -> Account | None:
-        """What a run took, spent and gained so far; None: nobody has counted yet.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """What a run took, spent and gained so far; None: nobody has counted yet."""
 
         def work(session: Session) -> Account:
             row = session.get(RunRow, run_id)
@@ -208,11 +180,7 @@ class Runs:
         return None if beat is None else beat.at_unix_s
 
     def lease_left_s(self, run_id: str) -> float:
-        """For how many seconds a run still counts as one that runs, whoever wrote to it; 0: a lock tells, or it ended.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """For how many seconds a run still counts as running, whoever wrote to it; 0: a lock tells, or it ended."""
         if self._living.lives(run_id) is not None:
             return 0.0
         running = (RunRow.run_id == run_id, RunRow.state == RunState.RUNNING)
@@ -223,9 +191,6 @@ class Runs:
         """Settings not to be tried again for a model on a machine.
 
         Those that were in flight when a run crashed, and those that somebody has rolled back.
-
-        Raises:
-            StoreError: the store could not be read.
         """
         rolled_back = select(DecisionRow.trial_id).where(DecisionRow.kind == "rollback")
         wanted = (
@@ -242,9 +207,6 @@ class Runs:
         """The newest run of a search that measured something, if it ended before the search did.
 
         A run may have settings beside `settings`.
-
-        Raises:
-            StoreError: the store could not be read.
         """
         for run in self.runs():
             same = all(run.settings.get(name) == value for name, value in settings.items())
@@ -278,9 +240,6 @@ class Runs:
 
         It counts as lost after `lease_s` without a renewal where no lock tells. `run_id` has 32 hexadecimal digits;
         None, or if the store has it: random ones. `usable_cores` is by affinity and control group.
-
-        Raises:
-            StoreError: it could not be read or written.
         """
         if run_id is None or self._database.read(lambda session: session.get(RunRow, run_id)) is not None:
             run_id = secrets.token_hex(16)
@@ -313,11 +272,7 @@ class Runs:
             raise
 
     def renew_lease(self, run: Run, lease_s: float = LEASE_S, account: Account | None = None) -> None:
-        """Extend a run's lease by `lease_s`; `account` None: as before.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Extend a run's lease by `lease_s`; `account` None: as before."""
 
         def work(session: Session) -> None:
             _own(session, run, account).lease_until_unix_s = self._clock() + lease_s
@@ -329,27 +284,15 @@ class Runs:
         return Pulse(self._living, run.run_id, run.token)
 
     def finish_run(self, run: Run, account: Account | None = None) -> None:
-        """Close a run: open trials are void. `account` None: as before.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Close a run: open trials are void. `account` None: as before."""
         self._end_run(run, RunState.FINISHED, TrialState.VOID, account)
 
     def interrupt_run(self, run: Run, account: Account | None = None) -> None:
-        """Say goodbye before the search is over: nothing crashed, and the run is there to be resumed.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Say goodbye before the search is over: nothing crashed, and the run is there to be resumed."""
         self._end_run(run, RunState.LOST, TrialState.VOID, account)
 
     def lose_run(self, run: Run, account: Account | None = None) -> None:
-        """Close a run whose training was not heard of any more, as `reap` does: what was in flight is marked crashed.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Close a run whose training has fallen silent, as `reap` does: what was in flight is marked crashed."""
         self._end_run(run, RunState.LOST, TrialState.CRASHED, account)
 
     def _end_run(self, run: Run, state: RunState, in_flight: TrialState, account: Account | None) -> None:
@@ -408,11 +351,7 @@ class Runs:
             raise
 
     def record(self, run: Run, progress: Progress, account: Account | None = None) -> list[TrialRecord]:
-        """Write down what a search has come to, all of it or nothing; the new trials. It is on the disk then.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Write down what a search has come to, all of it or nothing; the new trials. It is on the disk then."""
 
         def work(session: Session) -> list[TrialRecord]:
             row, now = _own(session, run, account), self._clock()
@@ -433,19 +372,11 @@ class Runs:
         return self._database.write(work)
 
     def search_state(self, run_id: str) -> dict[str, Any] | None:
-        """What a run's search knows; None: it has not begun.
-
-        Raises:
-            StoreError: the store could not be read.
-        """
+        """What a run's search knows; None: it has not begun."""
         return self._database.read(lambda session: session.scalar(select(RunRow.search).where(RunRow.run_id == run_id)))
 
     def save_curve(self, run: Run, curve: Curve) -> None:
-        """Keep how a run went so far, in place of what was kept of that.
-
-        Raises:
-            StoreError: it could not be written, or the run is another process's now.
-        """
+        """Keep how a run went so far, in place of what was kept of that."""
         points, changes = [astuple(one) for one in curve.points], [[one.step, dict(one.knobs)] for one in curve.changes]
 
         def work(session: Session) -> None:
@@ -461,9 +392,6 @@ class Runs:
         alone has ended goes on; what its training has written down of itself until it ended is taken into its account,
         and nothing crashed where the incumbent ran then. Locks' files of processes that were killed before their run
         was written down, or after its end was, are removed.
-
-        Raises:
-            StoreError: it could not be written.
         """
         files = self._living.files()  # before it is read who runs: a file is there before its run
 

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def facts_of(store: Store, key: Key) -> tuple[Model, Hardware]:
-    """The model and the machine of a key; only their ids where nothing else is known.
-
-    Raises:
-        StoreError: the store could not be read.
-    """
+    """The model and the machine of a key; only their ids where nothing else is known."""
 
     def work(session: Session) -> tuple[Model, Hardware]:
         model, hardware = session.get(ModelRow, key.model_id), session.get(HardwareRow, key.hw_id)
@@ -56,7 +52,7 @@ class Store(Presets, Runs):
     """An open store, from `zftune.store.open_store`. May be used from several threads.
 
     Every write is one short transaction that is on the disk when the call returns. Writing or reading raises
-    `StoreError`, a sentence, where it cannot be done, or where a run is another process's now; what was there is as it was.
+    `StoreError`, a sentence, where it cannot be done, or a run is another process's now; what was there is as it was.
 
     Args:
         clock: wall clock of this machine, seconds; on a server all go by the server's.

@@ -203,32 +203,20 @@ class StoreRecorder:
             self._heart.tries(trial)
 
     def write(self, search: Search) -> None:
-        """Write down new decisions.
-
-        Raises:
-            ZftuneError: it could not be written.
-        """
+        """Write down new decisions."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
         self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
-        """Record a command that does not concern the search. May be called from any thread.
-
-        Raises:
-            ZftuneError: it could not be written.
-        """
+        """Record a command that does not concern the search. May be called from any thread."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
         progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
         self._store.record(self._run, progress, self._kept)
 
     def renew(self, lease_s: float) -> None:
-        """Extend the run's lease by `lease_s`.
-
-        Raises:
-            ZftuneError: it could not be written.
-        """
+        """Extend the run's lease by `lease_s`."""
         self._store.renew_lease(self._run, lease_s, self._kept)
         self._write_curve()
 
@@ -616,11 +604,7 @@ class Recording:
             self.notices.append(f"The settings were not kept as a preset: {error}.")
 
     def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
-        """Withdraw a setting from every preset of this key.
-
-        Raises:
-            StoreError: it could not be written.
-        """
+        """Withdraw a setting from every preset of this key."""
         for one in self._presets_of(setting):
             self._store.withdraw_preset(one.name, why)
 

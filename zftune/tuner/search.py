@@ -214,13 +214,6 @@ class Search:
         self.known.state = Opening()
         self._note("resume", None, measurements=self.measurements)
 
-    def take_for_crashed(self, trial: Trial, reason: str) -> None:
-        self.book.crash(trial, reason)
-        self._note("crash", trial.number, what=str(trial.setting), why=reason)
-        self._end_visit()
-        if isinstance(self.state, Unit):
-            self.known.state = Choosing()
-
     def bound(self) -> bool:
         """Keep to what may be late by how far the weights move; whether updates had to come earlier for that."""
         late = self.book.incumbent

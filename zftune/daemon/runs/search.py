@@ -161,11 +161,7 @@ class SearchHandle:
         return "nothing was adopted in this run"
 
     def write_down(self) -> None:
-        """What was decided, where somebody keeps it; while nobody thinks.
-
-        Raises:
-            ZftuneError: it could not be written.
-        """
+        """What was decided, where somebody keeps it; while nobody thinks."""
         if self.prepared.recorder is not None:
             self.prepared.recorder.write(self.search)
 

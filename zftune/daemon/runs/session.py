@@ -542,11 +542,7 @@ class RunSession:
         self._end("the daemon has ended", close, spare=True)
 
     def renew(self, lease_s: float) -> None:
-        """Extend the run's lease in the store by `lease_s`.
-
-        Raises:
-            ZftuneError: it could not be written.
-        """
+        """Extend the run's lease in the store by `lease_s`."""
         if not self.over and self._recorder is not None:
             self._recorder.renew(lease_s)
 

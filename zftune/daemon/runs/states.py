@@ -27,9 +27,6 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
     """End a search because training goes wrong; a second call changes nothing.
 
     Its adopted setting was kept as a preset at once, which is withdrawn.
-
-    Raises:
-        ZftuneError: it could not be written down.
     """
     search, recording = prepared.search, prepared.recording
     if not any(note.kind == "guard" for note in search.notes):

@@ -341,11 +341,7 @@ def _stall_percent(steps: Sequence[StepFigures]) -> float | None:
 
 
 def run_details(brain: RunSession, silent_s: float, node: Node | None = None) -> RunDetails:
-    """A run with its trials and decisions.
-
-    Raises:
-        StoreError: the store could not be read.
-    """
+    """A run with its trials and decisions."""
     view, curve = run_view(brain, silent_s, node), brain.curve.curve()
     shown: dict[str, Any] = {"curve": list(curve.points), "changes": list(curve.changes)}
     record = brain.record

@@ -52,7 +52,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     process.join(60)
     lines = output.read_text().splitlines()
     assert lines[-1] == "130"
-    assert any("It ended before its search did: this is what was found until then." in line for line in lines)
+    assert any("It ended before its search did: this was found until then." in line for line in lines)
     assert json.loads((tmp_path / "found.json").read_text())["interrupted"]
     with open_store(str(path)) as store:
         (run,) = store.runs()
@@ -65,8 +65,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, mini_model: Path) -> None
     process.join(150)
     lines = output.read_text().splitlines()
     assert lines[-1] == "0"
-    (goes_on,) = [line for line in lines if line.startswith(f"Goes on with run {run.run_id[:8]}: ")]
-    assert goes_on.endswith(" (--fresh, or fresh=True of zftune.attach, begins anew).")
+    assert "(--fresh begins a new search)" in " ".join(" ".join(lines).split())
     assert measured(path) > before
     with open_store(str(path)) as store:
         assert [one.run_id for one in store.runs()] == [run.run_id]
