@@ -318,12 +318,13 @@ def tune_document(
     Raises:
         StoreError: the store could not be read.
     """
-    if run_id is None:
+    run = None if run_id is None else store.run(run_id)
+    if run is None:
         found: dict[str, Any] = {"zftune": __version__, **dict.fromkeys(_UNKNOWN), **{name: [] for name in _LISTS}}
     else:
-        found = explain_document(store, next(one for one in store.runs() if one.run_id == run_id))
+        found = RunSummary.read(store, run).document()
     document = {**found, **about, "schema": TUNE_SCHEMA, "notices": [*found["notices"], *notices]}
-    return {**document, "verdict": words.verdict(document) if run_id is not None else conclusion.splitlines()}
+    return {**document, "verdict": words.verdict(document) if run is not None else conclusion.splitlines()}
 
 
 def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:

@@ -120,6 +120,15 @@ class Runs:
         order = select(RunRow).order_by(RunRow.began_unix_s.desc(), RunRow.run_id)
         return self._database.read(lambda session: [run_of(row) for row in session.scalars(order)])
 
+    def run(self, run_id: str) -> RunRecord | None:
+        """One of them; None: there is no such run."""
+
+        def work(session: Session) -> RunRecord | None:
+            row = session.get(RunRow, run_id)
+            return None if row is None else run_of(row)
+
+        return self._database.read(work)
+
     def trials(self, run_id: str) -> list[TrialRecord]:
         """Of a run, in order."""
         order = select(TrialRow).where(TrialRow.run_id == run_id).order_by(TrialRow.number)

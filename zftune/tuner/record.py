@@ -483,9 +483,10 @@ class Recording:
         """
         found = None
         with noting(self.notices, StoreError):
-            found = next((one for one in self._store.runs() if one.run_id == run_id and one.key == self.key), None)
-            if found is not None:
+            run = self._store.run(run_id)
+            if run is not None and run.key == self.key:
                 self._store.spare_trials(run_id)
+                found = run
         return found
 
     def resume(

@@ -63,7 +63,7 @@ class Registry:
     ) -> None:
         self._opened = opened
         self._stores: dict[str, Store] = {}
-        self._opening = threading.Lock()
+        self._opening: dict[str, threading.Lock] = {}
         self._limits = tuple(limits)
         self.lease_s = lease_s
         self._disturbance, self._clock = disturbance, clock
@@ -98,7 +98,9 @@ class Registry:
 
     def _store_of(self, database: str) -> Store:
         """The store that a run names; what is wrong with it is logged, and no run fails because of it."""
-        with self._opening:
+        with self._lock:
+            opening = self._opening.setdefault(database, threading.Lock())
+        with opening:  # no run waits for the store of another one
             if database not in self._stores:
                 self._stores[database] = self._opened(database)
                 for notice in self._stores[database].notices:

@@ -344,10 +344,7 @@ def run_details(brain: RunSession, silent_s: float, node: Node | None = None) ->
     """A run with its trials and decisions."""
     view, curve = run_view(brain, silent_s, node), brain.curve.curve()
     shown: dict[str, Any] = {"curve": list(curve.points), "changes": list(curve.changes)}
-    record = brain.record
-    run = None
-    if brain.store is not None and record is not None:
-        run = next((one for one in brain.store.runs() if one.run_id == record), None)
+    run = None if brain.store is None or brain.record is None else brain.store.run(brain.record)
     if brain.store is None or run is None:
         none: dict[str, Any] = {"gain": None, "trials": [], "incumbent": None, "decisions": []}
         return RunDetails(run=view, steps=list(brain.steps), **shown, **none)
