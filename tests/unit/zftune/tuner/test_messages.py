@@ -37,7 +37,7 @@ def test_every_decision_of_a_search_has_its_figures() -> None:
             more = {"movement_percent": 0.5} if asked == 60 else {"device_bytes": int(1.1e9)} if asked == 70 else {}
             pace = Pace(link_gbps=5.0 if asked > 40 else 10.0)
             tokens = 2 * TOKENS if asked > 50 else TOKENS
-            return replace(measure(request), tokens=tokens, pace=pace, **more)  # type: ignore[arg-type]
+            return replace(measure(request), tokens=tokens, pace=pace, **more)
 
         driver.fault = outcome
         driver.run(search, most=90)
