@@ -320,10 +320,10 @@ def openapi() -> dict[str, Any]:
     from zftune.daemon.runs import views
     from zftune.daemon.runs.api import Runs
     from zftune.daemon.runs.registry import Registry
-    from zftune.store import open_store
     from zftune.daemon.server.answers import DaemonState
     from zftune.daemon.server.app import create_app
     from zftune.daemon.server.sampling import Metrics, Node
+    from zftune.store import open_store
 
     state = DaemonState(services=(Runs(Registry(open_store), Node(list)),))
     app, body = create_app(state, Metrics(state)), b""
