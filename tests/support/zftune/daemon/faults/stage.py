@@ -259,6 +259,13 @@ class Stage:
                 found += [knobs[one.trial] for one in kinds if one.trial is not None]
             return found
 
+    def measured(self) -> list[dict[str, Any]]:
+        """Settings that were measured to their end."""
+        with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
+            trials = [trial for run in store.runs() for trial in store.trials(run.run_id)]
+            whole = [one for one in trials if any(m.void_reason is None for m in store.measurements(one.trial_id))]
+            return [dict(trial.knobs) for trial in whole]
+
     def trials(self) -> list[tuple[TrialState, dict[str, Any]]]:
         with open_store(str(self.database), environment={"HOME": str(self.folder)}) as store:
             return [(trial.state, dict(trial.knobs)) for run in store.runs() for trial in store.trials(run.run_id)]

@@ -77,8 +77,8 @@ def test_it_is_killed_in_every_state(stage: Callable[..., Stage], chance: random
 
 
 def was_tried(world: Stage, training: Training, crashed: list[dict[str, Any]]) -> None:
-    """What it ran when it was killed is marked, unless it is what it would have gone back to, or was just measured."""
+    """What it ran when it was killed is marked, unless it is what it would have gone back to, or was once measured."""
     changes = training.changes
     if changes:
         last, first = changes[-1][1], world.trials()[0][1]
-        assert last == first or last in crashed or last in world.adopted() or training.is_through
+        assert last == first or last in crashed or last in world.measured() or training.is_through
