@@ -91,4 +91,4 @@ def test_a_browser_draws_a_search_without_errors(told: dict[str, Any], size: str
     drawn, console = browse(tmp_path / "tune.html", tmp_path, size)
     assert console == []
     found = re.findall(r'<div class="plot[^"]*" id="(\w+)"[^>]*data-drawn="yes"', drawn)
-    assert found == ["history", "plane", "knobs", "importance"]
+    assert found == ["history", "plane", "knobs"]
