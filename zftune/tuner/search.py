@@ -570,7 +570,7 @@ class Search:
         figures = self._figures(pair)
         if self._is_proven(pair, figures):
             self._adopt(trial, pair, figures)
-        elif outdone or known.rests:
+        elif known.rests or (outdone and figures["evidence"] <= figures["needed"]):  # else it lacks a second unit
             what = _what(trial.setting, self.book.incumbent.setting)
             self._end_visit()
             self._note("keep", trial.number, what=what, **figures)

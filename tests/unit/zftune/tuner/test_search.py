@@ -87,6 +87,14 @@ def test_a_unit_is_the_incumbent_the_challenger_and_the_incumbent_again() -> Non
             assert second.steps == 2 * second.block
 
 
+def test_a_gain_that_one_unit_shows_is_adopted_soon() -> None:
+    """Its second unit comes next, not another setting's first."""
+    for seed in SEEDS:
+        search, driver = make(seed, 0.01)
+        driver.run(search, most=40)
+        assert search.book.adoptions
+
+
 def test_next_is_the_same_until_it_is_told() -> None:
     search, driver = make(2, 0.03)
     driver.run(search, most=4)
