@@ -8,10 +8,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from zenflow.ds_config import load, modernized
+from zenflow.ds_config import modernized
 from zenflow.errors import ConfigError
 from zenflow.host.cores import MAX_THREADS
 from zenflow.names import did_you_mean
@@ -168,19 +167,18 @@ class ZenFlowConfig:
         return cls(**{**_ZERO_OFFLOAD, **knobs})
 
     @classmethod
-    def from_ds_config(cls, source: Mapping[str, Any] | str | Path) -> ZenFlowConfig:
+    def from_ds_config(cls, ds_config: Mapping[str, Any]) -> ZenFlowConfig:
         """Read a DeepSpeed configuration as it is, with DeepSpeed's own defaults for what it leaves out.
 
         Without `offload_optimizer` nothing is offloaded; with it and without a `zenflow` section the result is
         ZeRO-Offload (pipelined), or Twin-Flow where `offload_optimizer.ratio` is below 1.
 
-        Args:
-            source: the configuration, the path of its file, or URL-safe base64 of it, as DeepSpeed takes them.
-
         Raises:
-            ConfigError: the file cannot be read, is not a JSON object, or a field has a value that is not allowed.
+            ConfigError: it is no dictionary, or a field has a value that is not allowed.
         """
-        knobs, faults = read_ds_config(modernized(load(source)))
+        if not isinstance(ds_config, Mapping):
+            raise ConfigError.of("ds_config", ds_config, "a dictionary, such as json.load() makes of a file")
+        knobs, faults = read_ds_config(modernized(ds_config))
         for name, value, allowed in faults:
             raise ConfigError.of(name, value, allowed)
         return cls(**knobs)

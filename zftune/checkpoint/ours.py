@@ -17,6 +17,7 @@ from zenflow.rules import Rule
 from zftune.checkpoint.sources import MODEL_STATES, Source, model_of
 from zftune.checkpoint.state import MOMENTS, RULES, Group, TrainingState, Weight, names_of
 from zftune.checkpoint.zero import engine_state, in_bf16, masters_alone, optimizer_file
+from zftune.ds_config.text import load
 from zftune.errors import BadInputError
 
 
@@ -29,7 +30,7 @@ def first_knobs(ds_config: Mapping[str, Any] | str | None) -> ZenFlowConfig:
     if ds_config is None:
         return ZenFlowConfig.zero_offload(pipeline="bucket")
     try:
-        wanted = ZenFlowConfig.from_ds_config(ds_config)
+        wanted = ZenFlowConfig.from_ds_config(load(ds_config))
     except ConfigError as error:
         raise BadInputError(f"--ds-config: {error}") from error
     return ZenFlowConfig.zero_offload(

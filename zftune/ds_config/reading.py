@@ -1,6 +1,6 @@
 """ds_configs as people have them: in a file, in an Accelerate configuration, in the arguments of a call; and back.
 
-What the text of a ds_config means is `zenflow.ds_config`'s alone: every command reads it through this module, as
+What the text of a ds_config means is `zftune.ds_config.text`'s alone: every command reads it through this module, as
 DeepSpeed does.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from zenflow import ConfigError
-from zenflow.ds_config import load, modernized, parse, read_file, refuse_duplicates
+from zenflow.ds_config import modernized
+from zftune.ds_config.text import load, parse, read_file, refuse_duplicates
 from zftune.errors import BadInputError
 
 _WANTED = "give a ds_config (a JSON object) or an Accelerate configuration (YAML)"

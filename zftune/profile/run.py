@@ -13,6 +13,7 @@ import torch
 
 from zenflow import ConfigError, ZenFlowConfig
 from zenflow.device import default_torch_device, device_name
+from zftune.ds_config.text import load
 from zftune.emulation.machines import DEFAULT_RIG, load_rig
 from zftune.errors import BadInputError, ProfileError
 from zftune.profile.companions import TorchAdamW, several_ranks
@@ -192,7 +193,7 @@ def read_config(path: str | None, knobs: dict[str, Any]) -> ZenFlowConfig:
         if path is None:
             base = ZenFlowConfig(topk_ratio=0.05, update_interval=4, select_interval=16)
         else:
-            base = ZenFlowConfig.from_ds_config(path)
+            base = ZenFlowConfig.from_ds_config(load(path))
         return dataclasses.replace(base, **knobs).resolved()
     except ConfigError as error:
         raise BadInputError(str(error)) from error

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zenflow import ConfigError, ZenFlowConfig
-from zenflow.ds_config import load, parse
 from zftune.checkpoint.zero import ds_config as of_checkpoint
 from zftune.ds_config.reading import Source, put, read, read_given, require_unique, rewritten, stage_of
+from zftune.ds_config.text import load, parse
 from zftune.errors import BadInputError
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.integrations.deepspeed.command_line import named_by
@@ -97,12 +97,12 @@ def test_every_way_in_reads_a_file_as_deepspeed_does(
         "run": lambda: applied(*named_by(["python", "train.py", "--deepspeed_config", path], {})),
         "apply": lambda: applied(read(path)),
         "initialize": lambda: read_given(path),
-        "from_ds_config": lambda: load(path),
+        "load": lambda: load(path),
         "a checkpoint": lambda: of_checkpoint({"ds_config": path}) or None,
     }
     found = {name: reading(way) for name, way in ways.items()}
     assert found == dict.fromkeys(ways, theirs)
-    assert repr(found["from_ds_config"]) == repr(None if theirs is None else json.loads(json.dumps(theirs)))
+    assert repr(found["load"]) == repr(None if theirs is None else json.loads(json.dumps(theirs)))
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -214,3 +214,25 @@ def test_what_is_not_plain_json_is_written_anew() -> None:
 )
 def test_a_stage_is_read_as_deepspeed_reads_it(written: object, stage: object) -> None:
     assert stage_of({"zero_optimization": {"stage": written}}) == stage
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "No such file or directory"),
+        (b"{", "it is neither JSON (line 1, column 2: expecting"),
+        (b"", "it holds no JSON object"),
+        (b"\x7fELF\x02\x01\x01\x00\xff\xfe", "it is not UTF-8 text"),
+        (b"[1, 2]", "it holds no JSON object"),
+        (b"3", "it holds no JSON object"),
+        (b"null", "it holds no JSON object"),
+        (b'{"a": 1, "a": 2}', "a stands twice"),
+    ],
+)
+def test_a_bad_file_is_a_sentence(content: bytes | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"ds_config '{path}' cannot be read: {sentence}")
