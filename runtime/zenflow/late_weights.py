@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -96,6 +98,17 @@ class _Wait:
     """Whether it has happened, or has to be tried again before the next use."""
 
 
+class _Hook(partial[Any]):
+    """A hook that `_leave_no_trace` knows."""
+
+
+def _leave_no_trace(hooks: Any) -> None:
+    """Keep hooks of this module out of copies and pickles of the module of torch that `hooks` belongs to."""
+    own = weakref.proxy(hooks)
+    # Which pickle and deepcopy ask the object for, not its class.
+    hooks.__reduce_ex__ = lambda _: (OrderedDict, ({k: v for k, v in own.items() if not isinstance(v, _Hook)},))
+
+
 class LateWeights:
     """What has to happen to weights before they are used, mostly waits for late buckets, left to the first use.
 
@@ -145,16 +158,16 @@ class LateWeights:
             if own:
                 # First, since other hooks compute with the weights (torch.nn.utils.weight_norm).
                 sharded = are_sharded([{"params": own}])
-                hook = partial(self._before_forward, tuple(map(id, own)), not sharded)
-                self._handles.append(part.register_forward_pre_hook(hook, prepend=True))
+                self._hook_forward(part, partial(self._before_forward, tuple(map(id, own)), not sharded))
         if module is not None:
-            self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(self._before_state_dict)))
+            _leave_no_trace(module._state_dict_pre_hooks)
         for unit in units_of(module) if module is not None else ():
-            self._handles.append(unit.register_forward_pre_hook(self._before_gather, prepend=True))
+            self._hook_forward(unit, self._before_gather)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # A copy of the module (deepcopy, pickle) takes its hooks along; they must not drag the optimizer with them.
-        return _hooks_of_a_copy, ()
+    def _hook_forward(self, part: nn.Module, hook: Callable[..., None]) -> None:
+        self._handles.append(part.register_forward_pre_hook(_Hook(hook), prepend=True))
+        _leave_no_trace(part._forward_pre_hooks)
 
     def leave(self, flight: PendingUpdate) -> bool:
         """Take over the wait for a bucket, unless it has arrived or some use of its weights could go unnoticed."""
@@ -326,10 +339,6 @@ def _accumulator(parameter: nn.Parameter) -> Any:
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
     return None if node is None else node.next_functions[0][0]
-
-
-def _hooks_of_a_copy() -> LateWeights:
-    return LateWeights(None, lambda _: None)
 
 
 def _compiled_something() -> bool:
