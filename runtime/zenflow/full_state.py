@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Container, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zenflow.buckets import Part
 from zenflow.deferred import DeferredTier
 from zenflow.errors import ConfigError, ZenFlowError
 from zenflow.layout import WeightPlan
+from zenflow.model import Groups
 from zenflow.names import did_you_mean
 from zenflow.sharded import Rows
 from zenflow.split_state import Tier, move_state
 from zenflow.state import ColumnState
 from zenflow.training import Training
-from zenflow.weight import WeightState
+from zenflow.weight import WeightState, start
 
 if TYPE_CHECKING:
     from zenflow.optimizer import ZenFlowOptimizer
@@ -191,23 +194,22 @@ def write(
     training: Training, parameter: nn.Parameter, group: Mapping[str, Any], name: str, value: torch.Tensor
 ) -> None:
     """Set one stream, "master" or one of the rule's moments; see `ZenFlowOptimizer.set_full_state`."""
-    names = (MASTER, *training.rule.moment_names)
+    names = (MASTER, *training.rule.moment_names, STEP)
     if training.shows_flushed:
         raise ConfigError("set_full_state() was called within flushed_weights(): call it outside")
     if name not in names:
         raise ConfigError.of("name", name, f"{', '.join(names)}{did_you_mean(name, names)}")
-    if value.numel() != parameter.numel():
-        raise ConfigError(f"the value of {name} has {value.numel()} elements, the parameter {parameter.numel()}")
-    values = value.detach().to("cpu", torch.float32).reshape(parameter.shape)
+    values = _fitting(name, value, parameter)
     weight = _started(training, parameter)
     if weight is None:
         _begin_with(training, parameter, group, name, values)
         return
     training.settle()
     tensors = _gathered(training, weight)
-    if torch.equal(values, tensors[name]):
+    stream = tensors["count" if name == STEP else name]
+    if torch.equal(values, stream.max() if name == STEP else stream):
         return
-    tensors[name].copy_(values)
+    stream.copy_(values)
     training.model.stop_watch()
     if name == MASTER:  # what the host has applied is in the masters that are replaced
         training.model.windows.apply(training.clock.step, training.history.open, everything=True)
@@ -217,11 +219,42 @@ def write(
     training.leave_weights()
 
 
+def _fitting(name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """A value on the CPU in the shape of a parameter's stream, or of its step."""
+    if value.numel() != (wanted := 1 if name == STEP else parameter.numel()):
+        raise ConfigError(f"{name} has {value.numel()} elements; it must have {wanted}, as the parameter needs it")
+    shape, dtype = ((), torch.int32) if name == STEP else (parameter.shape, torch.float32)
+    return value.detach().to("cpu", dtype).reshape(shape)
+
+
+def carried(training: Training, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What a parameter begins with whose step and moments were set under its name, in new memory on the CPU."""
+    names = (*training.rule.moment_names, STEP)
+    if missing := [name for name in names if name not in state]:
+        raise ConfigError(f"the state of a parameter has no {', '.join(missing)}; it must have {', '.join(names)}")
+    tensors = {name: _fitting(name, torch.as_tensor(state[name]), parameter).clone() for name in names}
+    return {MASTER: parameter.detach().to("cpu", torch.float32, copy=True), **tensors}
+
+
+def begin_carried(training: Training, given: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], groups: Groups) -> None:
+    """Begin parameters that were never updated with what `carried` gave."""
+    if not training.begun:
+        training.begin(groups)
+    weights = [weight for weight in training.model.weights if weight.parameter in given]
+    start(training.runtime, weights)
+    for weight in weights:
+        tensors = dict(given[weight.parameter])
+        tensors["count"] = tensors[STEP].repeat(max(1, weight.plan.columns))
+        weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])
+    training.gradients.stream(weights)
+    training.leave_weights()
+
+
 def _begin_with(
     training: Training, parameter: nn.Parameter, group: Mapping[str, Any], name: str, values: torch.Tensor
 ) -> None:
     """Set what a parameter that was never updated begins with."""
-    if torch.equal(values, _here(training, parameter, group)[name]):
+    if torch.equal(values, _here(training, parameter, group)[name].to(values.dtype)):
         return
     if name != MASTER:
         raise ConfigError(f"{name} of a parameter was set before its first update; it can be set afterwards")
@@ -245,19 +278,64 @@ def _gathered(training: Training, weight: WeightState) -> dict[str, torch.Tensor
     return tensors
 
 
-class StateView:
-    """A mapping of "step" and the rule's moments to copies on the parameter's device; it holds nothing itself.
+class HandedOut(torch.Tensor):
+    """A copy of a moment or step, or a view of one: what is written to it is set in the optimizer, as torch's is."""
 
-    Copies and pickles of it are plain dictionaries. It is no `Mapping` by type: Lightning and Accelerate rebuild what
-    is one, tensor by tensor, and would keep all of the state on the device.
+    _set: Callable[[], None]
+
+    @classmethod
+    def of(cls, copy: torch.Tensor, set_: Callable[[torch.Tensor], None]) -> HandedOut:
+        made = copy.as_subclass(cls)
+        made._set = functools.partial(set_, copy)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            versions = [one._version for one in own]
+            made = func(*args, **(kwargs or {}))
+            written = [one for one, version in zip(own, versions, strict=True) if one._version != version]
+            for setting in {one._set for one in written}:
+                setting()
+            return tree_map_only(torch.Tensor, lambda one: cls._view(one, own), made)
+
+    @classmethod
+    def _view(cls, made: torch.Tensor, sources: Sequence[HandedOut]) -> torch.Tensor:
+        """`made`, as one of these where it shares a source's memory."""
+        for source in sources if type(made) is torch.Tensor else ():
+            if source.untyped_storage()._cdata == made.untyped_storage()._cdata:
+                made = made.as_subclass(cls)
+                made._set = source._set
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class StateView:
+    """A mapping of "step" and the rule's moments to copies on the parameter's device; what is written to them is set.
+
+    A moment of another size is kept for the parameter that takes this one's place in the groups. Copies and pickles of
+    it are plain dictionaries. It is no `Mapping` by type: Lightning and Accelerate rebuild what is one, tensor by
+    tensor, and would keep all of the state on the device.
     """
 
-    __slots__ = ("_names", "_optimizer", "_parameter")
+    __slots__ = ("_names", "_optimizer", "_parameter", "resized")
 
     def __init__(self, optimizer: ZenFlowOptimizer, parameter: nn.Parameter, moment_names: tuple[str, ...]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._parameter = parameter
         self._names = (STEP, *moment_names)
+        self.resized: dict[str, torch.Tensor] = {}
+        """Moments of another size than the parameter's."""
+
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Whether it shows what the parameter is trained with."""
+        return self._parameter is parameter and not self.resized
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -265,8 +343,12 @@ class StateView:
         return self._gathered()[name]
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        if name != STEP or not torch.equal(value.cpu(), self[STEP].cpu()):  # as a loop over all of it sets it
-            self._owner().set_full_state(self._parameter, name, value)
+        self.resized.pop(name, None)
+        if name in self._names[1:] and value.numel() != self._parameter.numel():
+            self.resized[name] = value
+            self._owner().look_at_state()
+        else:
+            self._owner().set_full_state(self._parameter, name, torch.as_tensor(value))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -284,7 +366,6 @@ class StateView:
         return dict, (self._gathered(),)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The tensor, or `default` where the rule has none of that name."""
         return self[name] if name in self._names else default
 
     def keys(self) -> KeysView[str]:
@@ -298,12 +379,14 @@ class StateView:
         return self._gathered().items()
 
     def _gathered(self) -> dict[str, torch.Tensor]:
-        found = self._owner().full_state(self._parameter)
-        del found[MASTER]
-        return {
-            name: found[name] if name == STEP else found[name].to(self._parameter.device)  # as torch has them
-            for name in self._names
-        }
+        owner, parameter = self._owner(), self._parameter
+        found = {}
+        for name, value in owner.full_state(parameter).items():
+            here = value if name == STEP else value.to(parameter.device)  # as torch has them
+            if name != MASTER:
+                set_ = functools.partial(owner.set_full_state, parameter, name)
+                found[name] = HandedOut.of(here, set_) if type(here) is torch.Tensor else here
+        return {name: self.resized.get(name, found[name]) for name in self._names}
 
     def _owner(self) -> ZenFlowOptimizer:
         optimizer = self._optimizer()

@@ -6,16 +6,19 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from zenflow.errors import ZenFlowError
+from zenflow.errors import UnsupportedError, ZenFlowError
 from zenflow.signals import HeldSignals
 
 if TYPE_CHECKING:
@@ -81,18 +84,40 @@ def all_training() -> list[ZenFlowOptimizer]:
     return [one for one in list(_living) if one.trains]
 
 
-def take_over(taking: ZenFlowOptimizer) -> None:
-    """Close other optimizers that train the same parameters: two would each send the gradients away."""
-    mine = {id(parameter) for group in taking.param_groups for parameter in group["params"]}
+def sharing(taking: ZenFlowOptimizer) -> list[ZenFlowOptimizer]:
+    """Other optimizers that train some of the same parameters: two would each send the gradients away.
+
+    Raises UnsupportedError if each has some that the other has not, as those of an actor and a critic do.
+    """
+    mine, found = _trained(taking), []
     for other in all_training():
-        if any(id(p) in mine for group in other.param_groups for p in group["params"]):
-            warnings.warn(
-                f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
-                "pending updates applied",
-                stacklevel=4,
+        theirs = _trained(other)
+        shared = mine.keys() & theirs.keys()
+        if shared and mine.keys() - shared and theirs.keys() - shared:
+            named = {id(p): name for name, p in (taking.module or other.module or nn.Module()).named_parameters()}
+            names = sorted(named.get(key, f"one of shape {tuple(mine[key].shape)}") for key in shared)
+            raise UnsupportedError(
+                f"another {type(other).__name__} trains some of these parameters, and others: {', '.join(names)}. Make "
+                "one optimizer of all, with groups, or close() the other before"
             )
-            other.close()
-            other._own.ended_by = "another optimizer had taken over some of its parameters: use one, with groups"
+        found += [other] if shared else []
+    return found
+
+
+def take_over(others: Iterable[ZenFlowOptimizer]) -> None:
+    """Close optimizers whose parameters another one trains now."""
+    for other in others:
+        warnings.warn(
+            f"another {type(other).__name__} trained some of these parameters: it was closed, with all of its "
+            "pending updates applied",
+            stacklevel=4,
+        )
+        other.close()
+        other._own.ended_by = "another optimizer had taken over some of its parameters: use one, with groups"
+
+
+def _trained(optimizer: ZenFlowOptimizer) -> dict[int, nn.Parameter]:
+    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def let_go(optimizer: ZenFlowOptimizer) -> None:
@@ -106,6 +131,8 @@ def let_go(optimizer: ZenFlowOptimizer) -> None:
 @functools.cache
 def _register() -> None:
     atexit.register(_end_all)
+    trace_rules = importlib.import_module("torch._dynamo.trace_rules")  # torch's optimizers have imported it by now
+    trace_rules.add("zenflow")  # whose frames torch.compile would trace, within a train step that it compiles
     # A child that collects what its parent had left over destroys events of a GPU that it cannot use: PyTorch aborts.
     os.register_at_fork(before=_before_fork, after_in_child=gc.freeze)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
@@ -56,7 +57,7 @@ class ZenFlowOptimizer(Optimizer):
     Raises:
         ConfigError: a hyperparameter or knob is not allowed, or `module` has none of the parameters.
         UnsupportedError: a parameter's dtype or device, it is sharded otherwise (FSDP1, tensor parallel plans, ZeRO
-            stage 3), or has no rows that ranks could share out.
+            stage 3), has no rows that ranks could share out, or another optimizer trains it, and others besides.
     """
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to us: `grad_scale` and `found_inf`
@@ -78,6 +79,7 @@ class ZenFlowOptimizer(Optimizer):
         self._partition = partition
         self._built = self._speaks_torch = False
         self._known: list[int] = []  # parameters that are trained
+        self._shown: list[Any] = []  # the values of `state` after the last step
         self._close_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
         self._process = OwnProcess()
         super().__init__(params, defaults)
@@ -89,8 +91,9 @@ class ZenFlowOptimizer(Optimizer):
             )
         require_owner(module, self._parameters)
         self._module, self._asked = module, config
+        sharing = living.sharing(self)
         self._own = self._made(device)
-        living.take_over(self)  # nothing is refused any more
+        living.take_over(sharing)  # nothing is refused any more
         self._training.gradients.watch(self._groups, self._training.model.weights)
         self._built = True
         living.add(self)
@@ -168,7 +171,6 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def config(self) -> ZenFlowConfig:
-        """The knobs in force."""
         return self._own.config
 
     @property
@@ -187,17 +189,14 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def rule(self) -> Rule:
-        """The update rule."""
         return self._rule
 
     @property
     def device(self) -> Device:
-        """The accelerator that it works with."""
         return self._own.runtime.device
 
     @property
     def module(self) -> nn.Module | None:
-        """The model that it was given, if it was."""
         return self._module
 
     @property
@@ -266,19 +265,31 @@ class ZenFlowOptimizer(Optimizer):
         self._known = list(map(id, self._parameters))
 
     def _follow_edits(self) -> None:
-        """Train what is in the lists of `param_groups` by now, anew where its state was removed."""
-        parameters, known = self._parameters, {*self._known}
+        """Train what is in the lists of `param_groups` by now, anew where its state was removed or replaced."""
+        parameters, shown = self._parameters, [*self.state.values()]
         same = list(map(id, parameters)) == self._known
-        if same and len(self.state) == len(parameters):
+        if same and len(shown) == len(self._shown) and all(map(operator.is_, shown, self._shown)):
             return
-        joined = [one for one in parameters if id(one) not in known or one not in self.state]
-        if same and not joined:
-            return
-        if self._own.shards is not None:
-            raise UnsupportedError("param_groups or state was edited, which ranks share: use add_param_group()")
-        self._take_in(joined)
-        for gone in self.state.keys() - {*parameters}:
-            del self.state[gone]
+        known, states = {*self._known}, {one: self.state.get(one) for one in parameters}
+        edited = [
+            one
+            for one, state in states.items()
+            if id(one) not in known or not isinstance(state, StateView) or not state.is_of(one)
+        ]
+        if not same or edited:
+            if self._own.shards is not None:
+                raise UnsupportedError("param_groups or state was edited, which ranks share: use add_param_group()")
+            given = {one: full_state.carried(self._own, one, state) for one in edited if (state := states[one])}
+            self._take_in(edited)
+            if given:
+                full_state.begin_carried(self._own, given, self._groups)
+            for gone in self.state.keys() - {*parameters}:
+                del self.state[gone]
+        self._shown = [*self.state.values()]
+
+    def look_at_state(self) -> None:
+        """Have the next step compare `state` with what is trained."""
+        self._shown = []
 
     @undivided
     def state_dict(self) -> dict[str, Any]:
@@ -392,9 +403,9 @@ class ZenFlowOptimizer(Optimizer):
         visible at once.
 
         Args:
-            name: "master", or a moment by torch's name.
-            value: as many elements as the parameter has, in any dtype, on any device; is copied. Of a sharded one a
-                DTensor, or the rows of this rank.
+            name: "master", or "step" or a moment by torch's name.
+            value: as many elements as the parameter has (a step one), in any dtype, on any device; is copied. Of a
+                sharded one a DTensor, or the rows of this rank.
 
         Raises:
             ConfigError: the parameter is another optimizer's, there is no such name, the size is another, it is a
@@ -410,6 +421,8 @@ class ZenFlowOptimizer(Optimizer):
         for group in self.param_groups:
             if any(one is parameter for one in group["params"]):
                 return group
+        if id(parameter) in self._known:  # it was taken out since the last step
+            return self.param_groups[0]
         raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} is not in the optimizer")
 
     @undivided
@@ -599,7 +612,9 @@ class ZenFlowOptimizer(Optimizer):
             self.abandon()
 
     def __del__(self) -> None:
-        living.let_go(self)
+        own = getattr(self, "_own", None)
+        if own is not None and own.open:  # at the interpreter's end, where modules may be gone, none is
+            living.let_go(self)
 
     def abandon(self) -> None:
         """End the host engine, applying nothing that is pending; in a forked child, take the hooks off its model."""

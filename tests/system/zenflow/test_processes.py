@@ -45,6 +45,7 @@ model = torch.nn.Linear(16, 16)
 config = zenflow.ZenFlowConfig(update_interval=4, topk_ratio=0.25)
 optimizer = zenflow.ZenFlowAdamW(model.parameters(), config=config, module=model)
 for _ in range(2):
+    optimizer.zero_grad()
     model(torch.ones(1, 16)).sum().backward()
     optimizer.step()
 model.state_dict()
@@ -53,6 +54,20 @@ model.state_dict()
     assert done.returncode == 0
     assert done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("what model.state_dict() gave after step 2, the last one, lacks updates")
+
+
+@pytest.mark.smoke
+def test_an_optimizer_that_outlives_the_modules_ends_silently() -> None:
+    done = forked.run(
+        """
+import torch, zenflow
+model = torch.nn.Linear(8, 8)
+optimizer = torch.kept = zenflow.ZenFlowAdamW(model.parameters(), module=model)
+model(torch.randn(2, 8)).sum().backward()
+optimizer.step()
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.smoke

@@ -12,6 +12,7 @@ import torch
 from tests.support.tiers import fast
 from tests.support.zenflow.small import Block, tokens_of
 from tests.support.zenflow.stream_cases import Pair
+from zenflow import ZenFlowAdamW, ZenFlowConfig
 
 
 # torch looks at .grad of a compiled block's input, which is no leaf.
@@ -61,3 +62,39 @@ def test_torch_compile_meets_a_gradient_that_has_left(pair: Callable[..., Pair],
             assert torch.equal(both.ours(tokens_of(2)), both.plain(tokens_of(2)))
     both.step()
     torch._dynamo.reset()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("compiled", fast(["train step"], all_of=["train step", "step()"]))
+@pytest.mark.parametrize(
+    "knobs", [{"pipeline": "bucket", "topk_ratio": 0.0}, {"topk_ratio": 0.2}, {"offload_ratio": 0.0}]
+)
+def test_the_runtime_is_not_traced(knobs: dict[str, Any], compiled: str) -> None:
+    torch._dynamo.reset()
+    ended = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        config = ZenFlowConfig(**knobs, update_interval=1, overlap_step=False)
+        optimizer: Any = (
+            ZenFlowAdamW(model.parameters(), lr=1e-2, module=model, config=config)
+            if ours
+            else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        )
+        inputs = torch.randn(4, 16)
+        step = torch.compile(optimizer.step, backend="eager") if compiled == "step()" and ours else optimizer.step
+
+        def train() -> None:
+            optimizer.zero_grad()  # noqa: B023 - called in this round
+            model(inputs).square().mean().backward()  # noqa: B023
+            step()  # noqa: B023
+
+        train_step = torch.compile(train, backend="eager") if compiled == "train step" and ours else train
+        for _ in range(4):
+            train_step()
+        ended.append([parameter.detach() for parameter in model.parameters()])
+    traced = [key for key in torch._dynamo.utils.counters["unimplemented"] if "zenflow" in str(key)]
+    torch._dynamo.reset()
+    assert not traced
+    for one, other in zip(*ended, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-6, rtol=0.0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tiers import repeated
-from zenflow import UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
+from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "synchronous": {"topk_ratio": 0.2, "update_interval": 1, "overlap_step": False},
@@ -56,8 +59,45 @@ class Run:
     def swap(self, _: random.Random) -> None:
         self.optimizer.param_groups.reverse()
 
+    def resize(self, chance: random.Random) -> None:
+        """Gaussian splatting: moments go over to a longer or shorter Parameter by hand."""
+        of_group = chance.choice(self.lists)
+        if not of_group or not self.optimizer.state.get(of_group[-1]):
+            return
+        old, state = of_group[-1], self.optimizer.state[of_group[-1]]
+        rows = torch.tensor(sorted(chance.choices(range(len(old)), k=len(old) + chance.randint(-1, 1))))
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name][rows]
+        del self.optimizer.state[old]
+        of_group[-1] = fresh = nn.Parameter(old.detach()[rows])
+        self.optimizer.state[fresh] = state
+        self.weights.append(fresh)
 
-EDITS = [Run.extend, Run.replace, Run.delete, Run.pop, Run.swap]
+    def scale(self, chance: random.Random) -> None:
+        """ReLoRA: moments are changed in place, whole or in part."""
+        for weight in chance.choice(self.lists):
+            if state := self.optimizer.state.get(weight):
+                state["exp_avg"].mul_(0.25)
+                state["exp_avg"][0] = 0.0
+                torch._foreach_mul_([state["exp_avg_sq"].view(-1)[1:]], 1.5)
+                state["exp_avg_sq"].data.clamp_(min=1e-6)
+                state["step"] -= 1.0 if state["step"] > 2 else 0.0
+
+    def assign(self, chance: random.Random) -> None:
+        for weight in chance.choice(self.lists):
+            moments = {name: torch.rand_like(weight, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[weight] = {"step": torch.tensor(float(chance.randint(1, 9))), **moments}
+
+    def forget(self, chance: random.Random) -> None:
+        ways: list[Callable[[], object]] = [
+            self.optimizer.state.clear,
+            lambda: setattr(self.optimizer, "state", defaultdict(dict)),
+            lambda: self.optimizer.state.update({weight: {} for weight in self.lists[0]}),
+        ]
+        chance.choice(ways)()
+
+
+EDITS = [Run.extend, Run.replace, Run.delete, Run.pop, Run.swap, Run.resize, Run.scale, Run.assign, Run.forget]
 
 
 def trained(seed: int, make: Callable[[list[Any]], torch.optim.Optimizer]) -> list[Tensor]:
@@ -109,6 +149,54 @@ def test_of_two_optimizers_over_one_weight_the_first_says_why_it_has_ended() -> 
     with pytest.raises(ZenFlowError, match="another optimizer had taken over some of its parameters"):
         first.step()
     second.close()
+
+
+def test_optimizers_that_share_a_trunk_are_refused_by_its_name() -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("trunk", "actor", "critic")})
+    first = ZenFlowAdamW([*model["trunk"].parameters(), *model["actor"].parameters()], module=model)
+    with pytest.raises(UnsupportedError, match=r"and others: trunk\.bias, trunk\.weight\. Make one optimizer"):
+        ZenFlowAdamW([*model["trunk"].parameters(), *model["critic"].parameters()], module=model)
+    model["trunk"](torch.randn(2, 4)).sum().backward()
+    first.step()  # it goes on
+    first.close()
+    ZenFlowAdamW(model["trunk"].parameters(), module=model).close()
+
+
+@pytest.mark.parametrize("knobs", [*SETTINGS.values(), {"topk_ratio": 0.3, "update_interval": 3}])
+def test_a_moment_that_was_written_in_place_is_read_again(knobs: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.randn(6, 8))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(**knobs))
+    for _ in range(5):
+        weight.grad = torch.randn(6, 8)
+        optimizer.step()
+    moment = optimizer.state[weight]["exp_avg"]
+    copied = copy.deepcopy(moment)
+    moment[:, 2:5].zero_()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], moment)
+    assert not moment[:, 2:5].any()
+    copied.zero_()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], moment)
+    file = io.BytesIO()
+    torch.save(moment, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is torch.Tensor
+    optimizer.close()
+
+
+def test_a_moment_of_another_size_is_refused_where_its_parameter_stays() -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(topk_ratio=0.5))
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.zeros(5, 6)
+    with pytest.raises(ConfigError, match="exp_avg has 30 elements; it must have 24"):
+        optimizer.step()
+    optimizer.state[weight]["exp_avg"] = torch.zeros(4, 6)
+    optimizer.step()
+    optimizer.state[weight] = {"exp_avg": torch.zeros(4, 6)}
+    with pytest.raises(ConfigError, match="has no exp_avg_sq, step; it must have"):
+        optimizer.step()
+    optimizer.abandon()
 
 
 def test_a_loop_over_the_state_sets_what_it_has_read() -> None:

@@ -33,13 +33,13 @@ def default_device(name: str | None) -> Iterator[None]:
     if name is None:
         yield
         return
-    before, before_dtype = torch.get_default_device(), torch.get_default_dtype()
+    before_dtype = torch.get_default_dtype()
     torch.set_default_device(name)
     torch.set_default_dtype(torch.float64)  # likewise for the user's alone
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # torch's own, which asks no function: one that is set is asked in each call
         torch.set_default_dtype(before_dtype)
 
 
