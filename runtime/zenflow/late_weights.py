@@ -98,15 +98,15 @@ class _Wait:
     """Whether it has happened, or has to be tried again before the next use."""
 
 
-class _Hook(partial[Any]):
-    """A hook that `_leave_no_trace` knows."""
+class Untraced(partial[Any]):
+    """A hook that is in no copy of its module."""
 
 
-def _leave_no_trace(hooks: Any) -> None:
-    """Keep hooks of this module out of copies and pickles of the module of torch that `hooks` belongs to."""
+def leave_no_trace(hooks: Any) -> None:
+    """Keep each `Untraced` of a module's hooks out of copies and pickles of the module."""
     own = weakref.proxy(hooks)
     # Which pickle and deepcopy ask the object for, not its class.
-    hooks.__reduce_ex__ = lambda _: (OrderedDict, ({k: v for k, v in own.items() if not isinstance(v, _Hook)},))
+    hooks.__reduce_ex__ = lambda _: (OrderedDict, ({k: v for k, v in own.items() if not isinstance(v, Untraced)},))
 
 
 class LateWeights:
@@ -160,14 +160,14 @@ class LateWeights:
                 sharded = are_sharded([{"params": own}])
                 self._hook_forward(part, partial(self._before_forward, tuple(map(id, own)), not sharded))
         if module is not None:
-            self._handles.append(module.register_state_dict_pre_hook(_Hook(self._before_state_dict)))
-            _leave_no_trace(module._state_dict_pre_hooks)
+            self._handles.append(module.register_state_dict_pre_hook(Untraced(self._before_state_dict)))
+            leave_no_trace(module._state_dict_pre_hooks)
         for unit in units_of(module) if module is not None else ():
             self._hook_forward(unit, self._before_gather)
 
     def _hook_forward(self, part: nn.Module, hook: Callable[..., None]) -> None:
-        self._handles.append(part.register_forward_pre_hook(_Hook(hook), prepend=True))
-        _leave_no_trace(part._forward_pre_hooks)
+        self._handles.append(part.register_forward_pre_hook(Untraced(hook), prepend=True))
+        leave_no_trace(part._forward_pre_hooks)
 
     def leave(self, flight: PendingUpdate) -> bool:
         """Take over the wait for a bucket, unless it has arrived or some use of its weights could go unnoticed."""

@@ -31,6 +31,7 @@ from torch import nn
 import zftune
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
 from zenflow.checkpoint_format import HEADER
+from zenflow.late_weights import Untraced, leave_no_trace
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import are_sharded
 from zftune.attaching import check_counts
@@ -318,7 +319,9 @@ class _Losses:
     def __init__(self, model: nn.Module | None) -> None:
         self.seen = False
         self._sum: torch.Tensor | None = None
-        self._hook = None if model is None else model.register_forward_hook(self._see)
+        self._hook = None if model is None else model.register_forward_hook(Untraced(self._see))
+        if model is not None:
+            leave_no_trace(model._forward_hooks)
 
     def take(self) -> torch.Tensor | None:
         """The loss since the last call; None where there was none."""

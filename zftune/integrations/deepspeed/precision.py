@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zenflow.late_weights import Untraced, leave_no_trace
 from zftune.ds_config.reading import enabled, shown, truth
 from zftune.integrations.deepspeed.section import Refusal, require_none
 from zftune.text import either, near
@@ -136,7 +137,8 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return cast(args), cast(kwargs)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_pre_hook(Untraced(before), with_kwargs=True)
+    leave_no_trace(module._forward_pre_hooks)
 
 
 def loss_scaler(fields: Mapping[str, Any]) -> Any:
