@@ -1,13 +1,4 @@
-"""Exceptions of the runtime.
-
-ZenFlowError
-├── ConfigError (ValueError)       a setting has a value that is not allowed
-├── UnsupportedError               something this runtime does not do, and what to use instead
-├── CheckpointError (ValueError)   a state_dict is truncated or not of this optimizer
-├── HostMemoryError (MemoryError)  the host has less memory than is needed; what to lower
-├── HostEngineError (RuntimeError) the host engine failed; raised in the training thread
-└── RankError                      another rank failed at what all do together, and says why
-"""
+"""Exceptions of the runtime."""
 
 from __future__ import annotations
 

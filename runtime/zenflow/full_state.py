@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Container, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Container, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,36 +278,55 @@ def _gathered(training: Training, weight: WeightState) -> dict[str, torch.Tensor
     return tensors
 
 
+@dataclass(slots=True, eq=False)
+class _Origin:
+    """What a tensor shows that was handed out."""
+
+    view: StateView
+    name: str
+    copied: torch.Tensor
+    step: int
+    """After which it was copied."""
+
+    def follow(self) -> None:
+        """Copy it again where a step was taken since."""
+        owner = self.view.owner()
+        if owner is not None and owner.trains and owner.steps != self.step:
+            self.copied.copy_(owner.full_state(self.view.parameter)[self.name])
+            self.step = owner.steps
+
+    def write(self) -> None:
+        owner = self.view.owner()
+        if owner is not None and owner.trains:
+            self.view[self.name] = self.copied
+
+
 class HandedOut(torch.Tensor):
-    """A copy of a moment or step, or a view of one: what is written to it is set in the optimizer, as torch's is."""
+    """A moment or step, or a view of one, that is as torch's: it follows the training, which follows it."""
 
-    _set: Callable[[], None]
-
-    @classmethod
-    def of(cls, copy: torch.Tensor, set_: Callable[[torch.Tensor], None]) -> HandedOut:
-        made = copy.as_subclass(cls)
-        made._set = functools.partial(set_, copy)
-        return made
+    _origin: _Origin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             own = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            for origin in () if func.__name__ == "__get__" else {one._origin for one in own}:  # not for a shape
+                origin.follow()
             versions = [one._version for one in own]
             made = func(*args, **(kwargs or {}))
-            written = [one for one, version in zip(own, versions, strict=True) if one._version != version]
-            for setting in {one._set for one in written}:
-                setting()
-            return tree_map_only(torch.Tensor, lambda one: cls._view(one, own), made)
+            for origin in {one._origin for one, old in zip(own, versions, strict=True) if one._version != old}:
+                origin.write()
+            memory = {one.untyped_storage()._cdata: one._origin for one in own}
+            return tree_map_only(torch.Tensor, lambda one: cls.of(one, memory.get(one.untyped_storage()._cdata)), made)
 
     @classmethod
-    def _view(cls, made: torch.Tensor, sources: Sequence[HandedOut]) -> torch.Tensor:
-        """`made`, as one of these where it shares a source's memory."""
-        for source in sources if type(made) is torch.Tensor else ():
-            if source.untyped_storage()._cdata == made.untyped_storage()._cdata:
-                made = made.as_subclass(cls)
-                made._set = source._set
-        return made
+    def of(cls, made: torch.Tensor, origin: _Origin | None) -> torch.Tensor:
+        """The same as one of these, where it shares the memory of an origin."""
+        if origin is None or type(made) is not torch.Tensor:
+            return made
+        handed_out = made.as_subclass(cls)
+        handed_out._origin = origin
+        return handed_out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone()
@@ -317,25 +336,25 @@ class HandedOut(torch.Tensor):
 
 
 class StateView:
-    """A mapping of "step" and the rule's moments to copies on the parameter's device; what is written to them is set.
+    """A mapping of "step" and the rule's moments to copies on the parameter's device, see `HandedOut`.
 
     A moment of another size is kept for the parameter that takes this one's place in the groups. Copies and pickles of
     it are plain dictionaries. It is no `Mapping` by type: Lightning and Accelerate rebuild what is one, tensor by
     tensor, and would keep all of the state on the device.
     """
 
-    __slots__ = ("_names", "_optimizer", "_parameter", "resized")
+    __slots__ = ("_names", "owner", "parameter", "resized")
 
     def __init__(self, optimizer: ZenFlowOptimizer, parameter: nn.Parameter, moment_names: tuple[str, ...]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._parameter = parameter
+        self.owner = weakref.ref(optimizer)
+        self.parameter = parameter
         self._names = (STEP, *moment_names)
         self.resized: dict[str, torch.Tensor] = {}
         """Moments of another size than the parameter's."""
 
     def is_of(self, parameter: nn.Parameter) -> bool:
         """Whether it shows what the parameter is trained with."""
-        return self._parameter is parameter and not self.resized
+        return self.parameter is parameter and not self.resized
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -344,11 +363,11 @@ class StateView:
 
     def __setitem__(self, name: str, value: torch.Tensor) -> None:
         self.resized.pop(name, None)
-        if name in self._names[1:] and value.numel() != self._parameter.numel():
+        if name in self._names[1:] and value.numel() != self.parameter.numel():
             self.resized[name] = value
             self._owner().look_at_state()
         else:
-            self._owner().set_full_state(self._parameter, name, torch.as_tensor(value))
+            self._owner().set_full_state(self.parameter, name, torch.as_tensor(value))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -358,9 +377,6 @@ class StateView:
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
-
-    def __repr__(self) -> str:
-        return f"StateView({', '.join(self._names)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self._gathered(),)
@@ -379,17 +395,14 @@ class StateView:
         return self._gathered().items()
 
     def _gathered(self) -> dict[str, torch.Tensor]:
-        owner, parameter = self._owner(), self._parameter
-        found = {}
-        for name, value in owner.full_state(parameter).items():
-            here = value if name == STEP else value.to(parameter.device)  # as torch has them
-            if name != MASTER:
-                set_ = functools.partial(owner.set_full_state, parameter, name)
-                found[name] = HandedOut.of(here, set_) if type(here) is torch.Tensor else here
-        return {name: self.resized.get(name, found[name]) for name in self._names}
+        owner, found = self._owner(), dict(self.resized)
+        for name, value in owner.full_state(self.parameter).items():
+            here = value if name == STEP else value.to(self.parameter.device)  # as torch has them
+            found.setdefault(name, HandedOut.of(here, _Origin(self, name, here, owner.steps)))
+        return {name: found[name] for name in self._names}
 
     def _owner(self) -> ZenFlowOptimizer:
-        optimizer = self._optimizer()
+        optimizer = self.owner()
         if optimizer is None:
             raise ZenFlowError("the state of an optimizer that is gone was requested")
         return optimizer

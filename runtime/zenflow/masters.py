@@ -45,6 +45,3 @@ class InitialMasters:
         weights = parameter.detach()
         _, given = self._given.get(id(parameter), (None, None))
         return weights.float() if given is None else reread(given.to(weights.device), weights)
-
-    def drop(self) -> None:
-        self._given.clear()
