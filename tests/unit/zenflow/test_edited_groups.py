@@ -208,7 +208,15 @@ def test_a_moment_that_was_written_in_place_is_read_again(knobs: dict[str, Any])
     torch.save(moment, file)
     file.seek(0)
     assert type(torch.load(file, weights_only=True)) is torch.Tensor
+    before, part = moment.clone(), moment[1:3]
+    for _ in range(4):
+        weight.grad = torch.randn(6, 8)
+        optimizer.step()
+    assert torch.equal(moment, optimizer.state[weight]["exp_avg"])
+    assert torch.equal(part, moment[1:3])
+    assert not torch.equal(moment, before)
     optimizer.close()
+    moment.zero_()  # which nothing follows any more
 
 
 def test_a_moment_of_another_size_is_refused_where_its_parameter_stays() -> None:
