@@ -121,7 +121,7 @@ def ensure_daemon(environment: Mapping[str, str] | None = None) -> bool:
         for _ in range(_STARTS):
             ended = _started(location, environment)
             try:
-                if _comes(client, location, ended, until_s):
+                if _comes(client, location, ended, until_s) and _waits_for_run(client):
                     return True
             finally:
                 os.close(ended)
@@ -168,7 +168,7 @@ def _answers(client: DaemonClient) -> bool:
 def _waits_for_run(client: DaemonClient) -> bool:
     """Whether the daemon that answers has heard that a run is about to come; one that has just ended has not."""
     try:
-        client.post("/v1/expect")
+        client.post(f"/v1/expect?pid={os.getpid()}")
     except DaemonError as error:
         return error.status is not None
     return True

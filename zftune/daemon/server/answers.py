@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import json
 import time
@@ -10,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -70,19 +72,24 @@ class DaemonState:
     started_s: float = field(init=False)
     needed_s: float = field(init=False)
     """When it was last known to be needed, by its clock."""
+    starting: list[psutil.Process] = field(default_factory=list)
+    """Processes that have announced a run."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it drains: an answer that never ends by itself has to end then."""
 
     def __post_init__(self) -> None:
         self.started_s = self.needed_s = self.clock()
 
-    def expect_run(self) -> None:
-        """Note that a run is there, or about to come: the time without one begins again."""
+    def expect_run(self, pid: int | None = None) -> None:
+        """Begin the time without a run anew: one is there, or about to come, in process `pid` as long as it lives."""
         self.needed_s = self.clock()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.starting += [] if pid is None else [psutil.Process(pid)]
 
     def unneeded_s(self) -> float:
         """Seconds since there was a run, or one was announced, as far as this is asked for again and again."""
-        if self.live_runs:
+        self.starting = [one for one in self.starting if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        if self.live_runs or self.starting:
             self.expect_run()
         return self.clock() - self.needed_s
 

@@ -7,9 +7,9 @@ import mimetypes
 import os
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
@@ -134,9 +134,9 @@ def _own_router(state: DaemonState) -> APIRouter:
         return PageLink(url=await state.open_page())
 
     @router.post("/expect")
-    async def expect() -> Expecting:
-        """Tell that a run is about to come: the time without one, after which a private daemon ends, begins again."""
-        state.expect_run()
+    async def expect(pid: Annotated[int, Query(ge=1, lt=1 << 31)]) -> Expecting:
+        """Tell that a run is about to come in a process: as long as that lives, a private daemon does not end."""
+        state.expect_run(pid)
         return Expecting(expecting=True)
 
     @router.post("/stop", status_code=202)

@@ -97,7 +97,7 @@ def test_the_one_that_answers_hears_that_a_run_is_about_to_come(
                 ensure_daemon(environment(folder))
         else:
             assert not ensure_daemon(environment(folder))
-    assert asked == ["/v1/expect"]
+    assert asked == [f"/v1/expect?pid={os.getpid()}"]
 
 
 @pytest.mark.smoke

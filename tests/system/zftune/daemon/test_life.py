@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,14 +149,22 @@ def test_who_announces_a_run_is_given_the_whole_time_for_it(monkeypatch: pytest.
     expect = next(one.endpoint for one in routes if isinstance(one, APIRoute) and one.path == "/v1/expect")
     now_s[0] = 59.0
     assert state.unneeded_s() == 59.0
-    asyncio.run(expect())
-    assert state.unneeded_s() == 0.0
-    now_s[0] = 100.0
+    with subprocess.Popen(["sleep", "1000"]) as starting:
+        asyncio.run(expect(starting.pid))
+        assert state.unneeded_s() == 0.0
+        now_s[0] = 500.0  # it is still importing
+        assert state.unneeded_s() == 0.0
+        starting.kill()
+    now_s[0] = 541.0
     assert state.unneeded_s() == 41.0
+    state.expect_run(starting.pid)  # which is no more
+    assert state.unneeded_s() == 0.0
+    now_s[0] = 600.0
+    assert state.unneeded_s() == 59.0
     monkeypatch.setattr(service, "live_runs", lambda: 1)
     assert state.unneeded_s() == 0.0
     monkeypatch.undo()
-    now_s[0] = 130.0
+    now_s[0] = 630.0
     assert state.unneeded_s() == 30.0
 
 
