@@ -274,6 +274,12 @@ def is_lost(error: SQLAlchemyError) -> bool:
     return isinstance(error, OperationalError) and away
 
 
+def is_locked(error: SQLAlchemyError) -> bool:
+    """Whether a SQLite file was locked by others for longer than a statement waits."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0)
+    return bool(code & 0xFF == sqlite3.SQLITE_BUSY)
+
+
 def _on_server_begin(connection: Connection, answer_s: float) -> None:
     # Neither a statement nor a client that was switched off holds anything for longer than its client waits.
     connection.execute(_LIMITS, {"limit": str(round(answer_s * 1e3))})
@@ -354,12 +360,14 @@ class Database:
 
     @contextlib.contextmanager
     def patient(self, seconds: float, hurry: threading.Event) -> Iterator[None]:
-        """Wait inside for a server that is away, in this thread, at most `seconds`; `hurry` ends it."""
+        """Wait inside, in this thread, for a server that is away, at most `seconds`, and for a file as long as others
+        have it locked; `hurry` ends both.
+        """
         self._patience.until_s, self._patience.hurry = time.monotonic() + seconds, hurry
         try:
             yield
         finally:
-            self._patience.until_s = 0.0
+            self._patience.hurry = None
 
     def write(self, work: Callable[[Session], _T]) -> _T:
         """Run `work` in a transaction of its own and commit it; again where another process wrote the same row first.
@@ -380,7 +388,7 @@ class Database:
                 clashes += is_clash(error)
                 if self.is_server and commits and is_lost(error):
                     raise self._failed("was lost during a write, and may have kept it", error) from error
-                again = is_clash(error) or (is_lost(error) and self._wait(pauses))
+                again = is_clash(error) or self._wait(error, pauses)
                 if not again or clashes == _ATTEMPTS:
                     raise self._failed("could not be written", error) from error
 
@@ -392,20 +400,22 @@ class Database:
                 with self._turn, Session(self._reading) as session, session.begin():
                     return work(session)
             except SQLAlchemyError as error:
-                if not (is_lost(error) and self._wait(pauses)):
+                if not self._wait(error, pauses):
                     raise self._failed("could not be read", error) from error
 
     def close(self) -> None:
         """Close every connection."""
         self.engine.dispose()
 
-    def _wait(self, pauses: Iterator[float]) -> bool:
-        """Wait a moment for a server that is away; False: it was long enough."""
-        left_s = getattr(self._patience, "until_s", 0.0) - time.monotonic()
-        if not self.is_server or left_s <= 0:
+    def _wait(self, error: SQLAlchemyError, pauses: Iterator[float]) -> bool:
+        """Wait a moment where a later attempt may succeed and somebody is patient; False: it was long enough."""
+        hurry: threading.Event | None = getattr(self._patience, "hurry", None)
+        if hurry is None or not (is_lost(error) if self.is_server else is_locked(error)):
             return False
-        ended: bool = self._patience.hurry.wait(min(left_s, next(pauses, _PAUSES_S[-1])))
-        return not ended
+        pause_s = next(pauses, _PAUSES_S[-1])
+        if self.is_server:  # a file's lock ends with its holder at the latest, a server may never come back
+            pause_s = min(pause_s, self._patience.until_s - time.monotonic())
+        return pause_s > 0 and not hurry.wait(pause_s)
 
     def _failed(self, what: str, error: SQLAlchemyError) -> StoreError:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")

@@ -165,7 +165,7 @@ class StoreRecorder:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Wait for a server that is away; a failure is a notice, and the end of writing."""
+        """Wait for a server that is away or a locked file; a failure is a notice, and the end of writing."""
         with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
             yield
 

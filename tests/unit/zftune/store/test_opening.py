@@ -8,14 +8,16 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.zftune.store.examples import PRESET
 from zftune.doctor.software import store_check
-from zftune.store import open_store
+from zftune.errors import StoreError
+from zftune.store import open_store, opening
 from zftune.store.location import locate, meant_by, settled
 from zftune.store.opening import HEAD, backups
 from zftune.store.store import Store
@@ -264,3 +266,32 @@ def test_doctor_says_what_opening_does(
         assert check.finding.startswith(location.shown)
         with open_store(environment=environment, root=root) as store:
             assert (store.notices == []) == (status == "ok")
+
+
+class Waits(threading.Event):
+    """Does `then` whenever somebody waits, and does not wait itself."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._then = then
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._then()
+        return self.is_set()
+
+
+def test_a_patient_write_outwaits_a_locked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "BUSY_TIMEOUT_S", 0.0)
+    with (
+        open_store(str(tmp_path / "z.db"), environment={"HOME": str(tmp_path)}) as store,
+        contextlib.closing(sqlite3.connect(tmp_path / "z.db", isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="database is locked"):  # nobody is patient
+            store.save_preset(PRESET)
+        hurried = Waits(lambda: hurried.set())
+        with pytest.raises(StoreError, match="database is locked"), store.patient(0.0, hurried):
+            store.save_preset(PRESET)
+        with store.patient(0.0, Waits(lambda: other.execute("ROLLBACK"))):
+            name = store.save_preset(PRESET).name
+        assert [one.name for one in store.presets()] == [name]
