@@ -46,7 +46,7 @@ def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for name in ("uvicorn", "alembic", "optuna"):
+    for name in ("uvicorn", "optuna"):
         logging.getLogger(name).setLevel(logging.WARNING)  # their greetings
 
 

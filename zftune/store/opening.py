@@ -26,13 +26,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    NullPool,
+    StaticPool,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+)
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from zftune.errors import BadInputError, MissingPackageError, StoreError
 from zftune.store.location import Location, check_server, locate, network_file_system, node_local
-from zftune.store.tables import Base
+from zftune.store.tables import Base, SchemaRow
 
 KEPT_BACKUPS = 3
 LOCK_TIMEOUT_S = 60.0
@@ -40,7 +53,6 @@ LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.01
 
 _MAGIC = b"SQLite format 3\0"
-_VERSION_TABLE = "alembic_version"
 _BACKUP = re.compile(r"\.backup-\d{8}T\d{6}\.\d{6}Z$")
 
 
@@ -49,7 +61,7 @@ class FileState:
     """What lies at a path."""
 
     kind: Literal["empty", "ours", "foreign", "corrupt"]
-    revision: str | None = None
+    schema: int | None = None
     detail: str = ""
 
 
@@ -115,10 +127,10 @@ def _examine(path: Path, mode: str) -> FileState:
         if verdict != "ok":
             return FileState("corrupt", detail=_one_line(verdict))
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
+        if SchemaRow.__tablename__ not in tables:
             return FileState("foreign" if tables else "empty")
-        row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
-        return FileState("ours", revision=None if row is None else str(row[0]))
+        (number,) = connection.execute(str(_SCHEMA)).fetchone()
+        return FileState("ours", schema=number)
 
 
 def backups(path: Path) -> list[Path]:
@@ -421,9 +433,9 @@ class Database:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")
 
 
-HEAD = "0003"
-"""Of `migrations/versions`; Alembic is imported only where the tables have to be made."""
-MIGRATIONS = Path(__file__).with_name("migrations")
+SCHEMA = 1
+"""Number of the tables as they are in `zftune.store.tables`; another one is not opened."""
+_SCHEMA = select(SchemaRow.number)
 
 
 def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
@@ -553,7 +565,7 @@ def prepare(path: Path) -> None:
         check(state)
         if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
             raise Unusable("cannot be written")
-        if state.revision == HEAD:
+        if state.schema == SCHEMA:
             return
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
@@ -575,9 +587,8 @@ def check(state: FileState) -> None:
         raise Unusable(f"is corrupt ({state.detail}) and was left as it is (zftune presets restore)")
     if state.kind == "foreign":
         raise Unusable("is another program's database and was left as it is")
-    if state.revision is not None and state.revision != HEAD:
-        found = state.revision[:32]
-        raise Unusable(f"has the schema {found!r} of another zftune (this one's is {HEAD}) and was not opened")
+    if state.schema not in (None, SCHEMA):
+        raise Unusable(f"has schema {state.schema} of another zftune (this one's is {SCHEMA}) and was not opened")
 
 
 @contextlib.contextmanager
@@ -633,29 +644,24 @@ def _server(location: Location, clock: Callable[[], float]) -> Database:
     with _reasons():
         database = Database(server_engine(location.url), location.shown)
         with database.engine.connect() as connection:
-            tables = set(inspect(connection).get_table_names())
-            found = [] if "alembic_version" not in tables else connection.execute(_VERSION).scalars().all()
+            has_tables = inspect(connection).has_table(SchemaRow.__tablename__)
+            found = connection.execute(_SCHEMA).scalar_one() if has_tables else None
             database.ahead_s = connection.execute(_NOW).scalar_one() - clock()
-        check(FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
-        if not found:
+        check(FileState("ours" if has_tables else "empty", schema=found))
+        if not has_tables:
             _make_tables(server_engine(location.url, _MIGRATION_S))
         return database
 
 
 _NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
-_VERSION = text("SELECT version_num FROM alembic_version")
 
 
 def _make_tables(engine: Engine) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with engine.execution_options(zftune_writes=True).begin() as connection:
+    with engine.execution_options(**{WRITES: True}).begin() as connection:
         wait_for_turn(connection)
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        Base.metadata.create_all(connection)
+        if connection.execute(_SCHEMA).first() is None:  # else somebody else had the turn before
+            connection.execute(insert(SchemaRow).values(number=SCHEMA))
 
 
 def wait_for_turn(connection: Connection) -> None:

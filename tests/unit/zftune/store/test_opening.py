@@ -19,7 +19,7 @@ from zftune.doctor.software import store_check
 from zftune.errors import StoreError
 from zftune.store import open_store, opening
 from zftune.store.location import locate, meant_by, settled
-from zftune.store.opening import HEAD, backups
+from zftune.store.opening import SCHEMA, backups
 from zftune.store.store import Store
 
 
@@ -128,13 +128,13 @@ def test_a_corrupt_file_is_left_as_it_is(path: Path, content: bytes) -> None:
     assert backups(path) == []
 
 
-@pytest.mark.parametrize("revision", ["9999", "0000"], ids=["newer", "older"])
-def test_another_schema_is_not_opened(path: Path, store: Store, revision: str) -> None:
+@pytest.mark.parametrize("schema", [9999, 0], ids=["newer", "older"])
+def test_another_schema_is_not_opened(path: Path, store: Store, schema: int) -> None:
     store.close()
-    write_database(path, f"UPDATE alembic_version SET version_num = '{revision}'")
+    write_database(path, f"UPDATE zftune_schema SET number = {schema}")
     before = digest(path)
     with open_store(str(path)) as another:
-        said = f"has the schema '{revision}' of another zftune (this one's is {HEAD}) and was not opened"
+        said = f"has schema {schema} of another zftune (this one's is {SCHEMA}) and was not opened"
         assert said in one_notice(another)
         works_in_memory(another)
     assert digest(path) == before
