@@ -181,12 +181,9 @@ class Options:
 def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[Service]]]) -> None:
     """Be the daemon until a signal, a request or idleness ends it. Call it in the main thread.
 
-    `host` makes the services once the socket is claimed, and ends what they need.
-
-    Raises:
-        BadInputError: the socket's place cannot be used, the port is taken.
-        SocketHeldError: another daemon is there.
-        DaemonError: something else listens there.
+    `host` makes the services once the socket is claimed, and ends what they need. Raises BadInputError: the socket's
+    place cannot be used, the port is taken; SocketHeldError: another daemon is there; DaemonError: something else
+    listens there.
     """
     _settle(private=options.private)
     location = locate(os.environ)

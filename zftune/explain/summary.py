@@ -313,10 +313,7 @@ def tune_document(
     """The document of `zftune tune --json`: that of `zftune explain --json`, and what only the command knows.
 
     `about` has "device", "rig", "workload", "quality", "interrupted"; `conclusion` is the result where nothing was
-    written down (`run_id` None).
-
-    Raises:
-        StoreError: the store could not be read.
+    written down (`run_id` None). Raises StoreError: the store could not be read.
     """
     run = None if run_id is None else store.run(run_id)
     if run is None:
@@ -328,14 +325,9 @@ def tune_document(
 
 
 def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
-    """The run of an id or its beginning, or with "last" the one that trained last and measured something.
-
-    Returns:
-        The run, and a sentence where others trained after it, although the last was asked for.
-
-    Raises:
-        BadInputError: there is no such run, or there are several; names those that are near.
-        StoreError: the store could not be read.
+    """The run of an id or its beginning, or with "last" the one that trained last and measured something. Returns the
+    run, and a sentence where others trained after it, although the last was asked for. Raises BadInputError: there is
+    no such run, or there are several; names those that are near; StoreError: the store could not be read.
     """
     now, shown = time.time(), escaped(name)[:80]
 

@@ -67,10 +67,8 @@ class FileState:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of a database, which has a file of its own beside it.
-
-    Raises:
-        OSError: the lock's file cannot be written, or another process holds it for longer than anything takes.
+    """Hold the exclusive lock of a database, which has a file of its own beside it. Raises OSError: the lock's file
+    cannot be written, or another process holds it for longer than anything takes.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
@@ -98,10 +96,8 @@ def _lock(descriptor: int) -> None:
 
 
 def file_state(path: Path) -> FileState:
-    """Look at a database; only a write that a killed process left unfinished is undone.
-
-    Raises:
-        OSError: it cannot be read.
+    """Look at a database; only a write that a killed process left unfinished is undone. Raises OSError: it cannot be
+    read.
     """
     if not path.exists() or path.stat().st_size == 0:
         return FileState("empty")
@@ -140,10 +136,8 @@ def backups(path: Path) -> list[Path]:
 
 
 def back_up(path: Path, *, spare: Path | None = None) -> Path:
-    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`.
-
-    Raises:
-        OSError, sqlite3.Error: it cannot be copied.
+    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`. Raises
+    OSError, sqlite3.Error: it cannot be copied.
     """
     now = time.time()
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
@@ -161,11 +155,7 @@ def back_up(path: Path, *, spare: Path | None = None) -> Path:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Write a database over another one, in one transaction of it.
-
-    Raises:
-        sqlite3.Error: it cannot be copied.
-    """
+    """Write a database over another one, in one transaction of it. Raises sqlite3.Error: it cannot be copied."""
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     with (
         contextlib.closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as read,
@@ -175,11 +165,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a database that cannot be used, with its log; returns its new name.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a database that cannot be used, with its log; returns its new name. Raises OSError if it cannot be."""
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = path.with_name(f"{path.name}.replaced-{moment}")
     for suffix in ("-wal", "-shm"):
@@ -231,11 +217,8 @@ def memory_engine() -> Engine:
 def server_engine(url: str, answer_s: float | None = None) -> Engine:
     """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
 
-    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`.
-
-    Raises:
-        SQLAlchemyError: the URL is none.
-        ImportError: its driver is not installed.
+    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`. Raises SQLAlchemyError:
+    the URL is none; ImportError: its driver is not installed.
     """
     wanted = make_url(url).set(drivername="postgresql+psycopg")
     answer_s = ANSWER_S if answer_s is None else answer_s
@@ -383,9 +366,7 @@ class Database:
 
     def write(self, work: Callable[[Session], _T]) -> _T:
         """Run `work` in a transaction of its own and commit it; again where another process wrote the same row first.
-
-        Raises:
-            StoreError: it could not be kept; nothing of it was, unless the sentence says that this is not known.
+        Raises StoreError: it could not be kept; nothing of it was, unless the sentence says that this is not known.
         """
         pauses, clashes = iter(_PAUSES_S), 0
         while True:
@@ -439,11 +420,7 @@ _SCHEMA = select(SchemaRow.number)
 
 
 def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
-    """The SQLite file that backups lie beside.
-
-    Raises:
-        BadInputError: the store is none.
-    """
+    """The SQLite file that backups lie beside. Raises BadInputError: the store is none."""
     location = locate(value, environment, home)
     if location.path is None:
         raise BadInputError(f"{location.shown} has no backups: only a SQLite file has")
@@ -454,11 +431,7 @@ def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
 
 
 def chosen(path: Path, which: str) -> Path:
-    """A backup by its number (1 is the newest) or its file's name.
-
-    Raises:
-        BadInputError: there is no such backup.
-    """
+    """A backup by its number (1 is the newest) or its file's name. Raises BadInputError: there is no such backup."""
     found = backups(path)
     for number, backup in enumerate(found, 1):
         if which in (str(number), backup.name):
@@ -471,13 +444,8 @@ def restore(path: Path, backup: Path) -> Path | None:
     """Put a backup in the database's place.
 
     A usable database is backed up first, and programs that have it open continue with the backup; an unusable one is
-    renamed.
-
-    Returns:
-        Where the database is now that was there before; None if there was none.
-
-    Raises:
-        StoreError: it could not be done; the database is as it was.
+    renamed. Returns where the database is now that was there before; None if there was none. Raises StoreError: it
+    could not be done; the database is as it was.
     """
     try:
         with locked(path):
@@ -525,10 +493,8 @@ def open_database(
 ) -> tuple[Database, Path | None, list[str]]:
     """Open the database at `value`, a path, a URL, or "" for the default, or the best replacement.
 
-    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s.
-
-    Returns:
-        The database, its file if it is one, and a sentence for each thing to know.
+    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s. Returns the database, its
+    file if it is one, and a sentence for each thing to know.
     """
     notices: list[str] = []
     location = locate(value, environment, home)
@@ -553,11 +519,8 @@ def open_database(
 
 
 def prepare(path: Path) -> None:
-    """Make a SQLite file ready for use: there, sound, with its tables and a write-ahead log.
-
-    Raises:
-        Unusable: it is not to be touched.
-        OSError, sqlite3.Error, SQLAlchemyError: it could not be made ready; it is as it was.
+    """Make a SQLite file ready for use: there, sound, with its tables and a write-ahead log. Raises Unusable: it is not
+    to be touched; OSError, sqlite3.Error, SQLAlchemyError: it could not be made ready; it is as it was.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(path):
@@ -578,11 +541,7 @@ def prepare(path: Path) -> None:
 
 
 def check(state: FileState) -> None:
-    """Refuse what is no database of this zftune.
-
-    Raises:
-        Unusable: says what is wrong.
-    """
+    """Refuse what is no database of this zftune. Raises Unusable: says what is wrong."""
     if state.kind == "corrupt":
         raise Unusable(f"is corrupt ({state.detail}) and was left as it is (zftune presets restore)")
     if state.kind == "foreign":
@@ -611,10 +570,8 @@ def _asked_for_memory(location: Location, home: Path | None) -> str:
 
 
 def trusted(path: Path, shown: str, root: Path, notices: list[str]) -> tuple[Path, str]:
-    """The path itself, or one on a disk of this node where it is on a network file system, and how to call it.
-
-    Raises:
-        Unusable: it is on a network file system, and this node has no disk for it.
+    """The path itself, or one on a disk of this node where it is on a network file system, and how to call it. Raises
+    Unusable: it is on a network file system, and this node has no disk for it.
     """
     kind = network_file_system(path, root)
     if kind is None:

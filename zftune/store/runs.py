@@ -316,10 +316,8 @@ class Runs:
     def spare_trials(self, run_id: str) -> None:
         """Trials in flight are no crash if the training lives and only its writer has ended.
 
-        They may have been counted as dead already.
-
-        Raises:
-            StoreError: it could not be written, or the run is still running.
+        They may have been counted as dead already. Raises StoreError: it could not be written, or the run is still
+        running.
         """
 
         def work(session: Session) -> None:
@@ -330,10 +328,8 @@ class Runs:
         self._database.write(work)
 
     def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
-        """Take over a run that was lost or finished; who held it before can write no more.
-
-        Raises:
-            StoreError: it could not be written, there is no such run, or it is still running, here or elsewhere.
+        """Take over a run that was lost or finished; who held it before can write no more. Raises StoreError: it could
+        not be written, there is no such run, or it is still running, here or elsewhere.
         """
         run = Run(run_id, secrets.token_hex(16))
         taken = self._living.take(run_id)
@@ -465,7 +461,7 @@ class Runs:
 
 
 def _fate(beat: Beat | None) -> TrialState:
-    """What became of the setting in flight where a training ended without goodbye: by its last words, if there are any.
+    """What became of the setting in flight where a training ended without goodbye, by its last words.
 
     A daemon may have been killed long before its training was; that went on under the incumbent.
     """

@@ -219,10 +219,8 @@ class Losses:
         self._early = []
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
-        """Take a loss, a scalar on any device or a number; does not wait for the device.
-
-        Raises:
-            BadInputError: it is more than one number.
+        """Take a loss, a scalar on any device or a number; does not wait for the device. Raises BadInputError: it is
+        more than one number.
         """
         if not isinstance(loss, torch.Tensor):
             self._waiting.append((step, float(loss), None))

@@ -35,14 +35,8 @@ _OPTUNA_STATES = {
 
 def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
     """Write a study for each run (of `key`, if given) to a new SQLite file: parameters are the knobs that vary, the
-    value is the median step time, ms.
-
-    Returns:
-        How many studies there are.
-
-    Raises:
-        BadInputError: the file exists.
-        ZftuneError: it cannot be written, or the store cannot be read.
+    value is the median step time, ms. Returns how many studies there are. Raises BadInputError: the file exists;
+    ZftuneError: it cannot be written, or the store cannot be read.
     """
     target = Path(path)
     if target.exists():

@@ -123,11 +123,8 @@ class StoreRecorder:
         """Bring a new search to the stored state of this run; its first request is the incumbent.
 
         `rate` is the highest learning rate of the training that continues. `is_another`: it begins with its first step,
-        so its loss curve is its own.
-
-        Raises:
-            StoreError: the store could not be read or written.
-            ZftuneError: the state is not that of such a search.
+        so its loss curve is its own. Raises StoreError: the store could not be read or written; ZftuneError: the state
+        is not that of such a search.
         """
         run_id = self._run.run_id
         rows, found = self._store.trials(run_id), self._store.search_state(run_id)
@@ -494,10 +491,8 @@ class Recording:
     ) -> StoreRecorder | None:
         """Continue a run with a new search that has the old one's arguments; it is brought to the old one's state.
 
-        `is_another`: another training continues it from its first step, with a loss curve of its own.
-
-        Returns:
-            None where it could not be resumed: `search` is of no use then.
+        `is_another`: another training continues it from its first step, with a loss curve of its own. Returns none
+        where it could not be resumed: `search` is of no use then.
         """
         taken = None
         try:
@@ -520,9 +515,7 @@ class Recording:
         further.
 
         `own` is the setting it begins with, where the movement was not measured and another training found the best.
-
-        Returns:
-            What replaces the best settings so far, and why, a sentence; "": they hold.
+        Returns what replaces the best settings so far, and why, a sentence; "": they hold.
         """
         seen, space, late = len(search.notes), search.space, search.book.incumbent
         if here.movement_percent is not None:

@@ -64,10 +64,8 @@ class Setting:
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Setting:
-        """The setting of a configuration.
-
-        Raises:
-            BadInputError: its update interval is "auto", which has no window of a known length to measure.
+        """The setting of a configuration. Raises BadInputError: its update interval is "auto", which has no window of a
+        known length to measure.
         """
         if config.update_interval == "auto":
             raise BadInputError("update_interval is 'auto'; it must be an integer: a search sets it itself")
@@ -84,10 +82,8 @@ class Setting:
 
     @classmethod
     def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
-        """From `knobs()`, such as the store keeps.
-
-        Raises:
-            BadInputError: a knob is missing or unknown, or has a value that is not allowed.
+        """From `knobs()`, such as the store keeps. Raises BadInputError: a knob is missing or unknown, or has a value
+        that is not allowed.
         """
         if set(knobs) != set(cls.__dataclass_fields__):
             raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")

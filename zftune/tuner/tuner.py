@@ -585,11 +585,9 @@ class Goodbye:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _end_by(self, number: int, _: object) -> None:
-        """Say goodbye, and end by the signal; a second one does not wait.
-
-        In a thread of its own: what this one was interrupted in may hold the locks that it takes.
-        """
+        """Say goodbye, and end by the signal; a second one does not wait."""
         signal.signal(number, signal.SIG_DFL)
+        # In a thread of its own: what this one was interrupted in may hold the locks that it takes.
         goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
         try:
             goodbye.start()  # not once Python is ending, from 3.12 on: the tuners part by themselves then

@@ -173,11 +173,7 @@ def advanced(state: State, to: Going) -> State:
 
 
 def paused(state: State) -> Paused:
-    """After `pause`; twice is once.
-
-    Raises:
-        NotAllowedError: the run, or its search, has ended.
-    """
+    """After `pause`; twice is once. Raises NotAllowedError: the run, or its search, has ended."""
     if isinstance(state, Paused):
         return state
     if isinstance(state, Ended) or (isinstance(state, Frozen) and state.pinned):
@@ -186,11 +182,7 @@ def paused(state: State) -> Paused:
 
 
 def resumed(state: State) -> Going:
-    """After `resume`.
-
-    Raises:
-        NotAllowedError: it is not paused.
-    """
+    """After `resume`. Raises NotAllowedError: it is not paused."""
     if isinstance(state, Ended):
         raise NotAllowedError(f"cannot resume: {state.reason}")
     if not isinstance(state, Paused):

@@ -216,10 +216,8 @@ class Node:
         self._thread: threading.Thread | None = None
 
     def watch(self, hello: Hello) -> Disturbance:
-        """Sample for a run from now on; returns at once. The result tells why a measurement does not count.
-
-        Returns:
-            Says why a measurement does not count.
+        """Sample for a run from now on; returns at once. The result tells why a measurement does not count. Returns
+        says why a measurement does not count.
         """
         uuid = hello.gpu_uuid
         with self._lock:

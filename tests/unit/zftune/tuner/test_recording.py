@@ -137,7 +137,7 @@ def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkey
         return open_store("sqlite://")
 
     monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
-    monkeypatch.setattr(drivers, "_user_store", slow)
+    monkeypatch.setattr("zftune.store.open_store", slow)
     optimizer = Scene().optimizer
     driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
     ended = drivers.Ended(

@@ -247,7 +247,7 @@ def test_ranks_find_what_one_rank_finds(of_ranks: OfRanks, shared: str, searches
     if searches == "daemon":
         return
     assert first["stopped"] == alone["stopped"]
-    assert first["gain"] == pytest.approx(alone["gain"], abs=0.01)
+    assert first["gain"] == pytest.approx(alone["gain"], abs=0.02)  # as exact as the times below
     assert first["budget"] == pytest.approx(alone["budget"], rel=0.1)
     for (*what, score_, predicted_ms), (*other, score_alone, predicted_alone_ms) in zip(
         first["measured"], alone["measured"], strict=True
