@@ -18,7 +18,7 @@ from tests.support import fork_server
 from tests.support.tiers import fast
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import killable
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
@@ -210,7 +210,7 @@ def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Pat
         store.reap()
         assert list(path.with_name("zftune.db.runs").iterdir()) == []
         assert (run.run_id, steps_of(store, run_id)) == (run_id, taken)
-        found = explain_document(store, run)
+        found = RunSummary.read(store, run).document()
     assert found["run"]["resumed"] == 2
     resumed = [one["at_s"] for one in found["decisions"] if one["kind"] == "resume"]
     assert len(set(resumed)) == len(resumed) == 2  # each when it happened

@@ -26,7 +26,7 @@ def of_ranks(quick: dict[str, Any], tmp_path: Path, ranks: int) -> TuneOptions:
 
 
 def test_two_ranks_find_what_one_finds(quick: dict[str, Any], tmp_path: Path, store: Store) -> None:
-    quick["search"] = SearchOptions(most_measurements=8, thinking_s=THINKING_S)
+    quick["search"] = SearchOptions(most_measurements=14, thinking_s=THINKING_S)
     one, two = (tune(of_ranks(quick, tmp_path, ranks), watch, store) for ranks in (1, 2))
     assert two["start"]["step_ms"] == pytest.approx(one["start"]["step_ms"], rel=0.001)
     # Their batches are others, so that the quality may allow them other windows.

@@ -26,7 +26,7 @@ from zftune.attaching import attach_ranks
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
 from zftune.emulation import EmulatedAccelerator, Rig
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -178,7 +178,9 @@ class Training:
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
             "notices": self.tuner.notices,
-            "ranks_ms": None if self.store is None else explain_document(self.store, self.store.runs()[0])["ranks_ms"],
+            "ranks_ms": None
+            if self.store is None
+            else RunSummary.read(self.store, self.store.runs()[0]).document()["ranks_ms"],
             "best": search.book.incumbent.setting.knobs(),
             "gain": None if search.book.gain is None else search.book.gain.share,
             "stopped": [sentence(note) for note in search.notes if note.kind == "stop"],

@@ -20,7 +20,7 @@ from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import RunDetails, run_details
 from zftune.errors import StoreError
 from zftune.explain.screen import render
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.record import Recording
@@ -45,7 +45,7 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     assert not farewell["warning"]
     (run,) = world.store.runs()
     assert run.state is RunState.FINISHED
-    assert not explain_document(world.store, run)["run"]["trained_on"]  # it ended with the training
+    assert not RunSummary.read(world.store, run).document()["run"]["trained_on"]  # it ended with the training
     assert run.run_id == agent.last.record
     assert world.kinds(run.run_id)[-1] == "remark"
     assert agent.forgotten()
@@ -170,7 +170,7 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     assert agent.last.incumbent == START
     assert "Stopped by hand." in agent.goodbye(over=True)["sentence"]
     (run,) = world.store.runs()
-    found = explain_document(world.store, run)
+    found = RunSummary.read(world.store, run).document()
     assert (found["run"]["state"], found["run"]["trained_on"]) == ("finished", True)
     screen = Console(width=200)
     with screen.capture() as shown_then:
