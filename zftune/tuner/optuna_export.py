@@ -29,7 +29,6 @@ _OPTUNA_STATES = {
     TrialState.REJECTED: "COMPLETE",
     TrialState.CRASHED: "FAIL",
     TrialState.VOID: "FAIL",
-    TrialState.ABORTED: "PRUNED",
 }
 
 

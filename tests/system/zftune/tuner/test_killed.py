@@ -65,7 +65,8 @@ class Lives:
             self._look_back(store, told)
             reaped = store.reap()
             crashed = flying & self._crashed(store)
-            assert sorted(crashed) == sorted(trial for one in reaped for trial in one.crashed)
+            run_of = {trial.trial_id: run.run_id for run in store.runs() for trial in store.trials(run.run_id)}
+            assert {run_of[trial] for trial in crashed} <= set(reaped)
             assert {run.state for run in store.runs()} <= {RunState.LOST, RunState.FINISHED}
             assert self._trials(store, TrialState.IN_FLIGHT) | self._trials(store, TrialState.PLANNED) == set()
             self._look_at_measurements(store, told)
