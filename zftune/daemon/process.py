@@ -81,12 +81,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        prefix = f"<{self._priority(record.levelno)}>" if self._journal else ""
-        return prefix + json.dumps(line, default=str)
-
-    @staticmethod
-    def _priority(level: int) -> int:
-        return next((priority for least, priority in _PRIORITIES if level >= least), 7)
+        priority = next((priority for least, priority in _PRIORITIES if record.levelno >= least), 7)
+        return (f"<{priority}>" if self._journal else "") + json.dumps(line, default=str)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

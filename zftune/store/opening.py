@@ -502,7 +502,9 @@ def open_database(
         if location.url is not None:
             return _server(location, clock), None, notices
         if location.path is None:
-            notices.append(_asked_for_memory(location, home))
+            no_home = home is None and location.shown != "$ZFTUNE_DB"
+            why = "there is no home folder" if no_home else "$ZFTUNE_DB asks for a database in memory"
+            notices.append(f"{why}: {_IN_MEMORY}")
         else:
             path, shown = trusted(location.path, location.shown, root, notices)
             with _reasons():
@@ -561,12 +563,6 @@ def _reasons() -> Iterator[None]:
         raise
     except Exception as error:
         raise Unusable(f"cannot be used ({cause_of(error)})") from error
-
-
-def _asked_for_memory(location: Location, home: Path | None) -> str:
-    if home is None and location.shown != "$ZFTUNE_DB":
-        return f"there is no home folder: {_IN_MEMORY}"
-    return f"$ZFTUNE_DB asks for a database in memory: {_IN_MEMORY}"
 
 
 def trusted(path: Path, shown: str, root: Path, notices: list[str]) -> tuple[Path, str]:

@@ -37,20 +37,16 @@ def all_runs(client: DaemonClient) -> list[dict[str, Any]]:
     return runs
 
 
-def chosen(client: DaemonClient, run: str | None) -> dict[str, Any]:
-    """The run with an identity, its record's, or the beginning of one; None: the only run there is. Raises
-    BadInputError: it is none, or not only one; ZftuneError: there is no run, or the daemon cannot be asked.
-    """
-    return among(all_runs(client), run)
-
-
 def called(run: Mapping[str, Any]) -> str:
     """How a run is called: as `zftune explain` knows it, or before it is in the store as the daemon does."""
     return str(run["record"] or run["run"])[:SHOWN]
 
 
 def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
-    """The run that is meant; see `chosen`."""
+    """The run with an identity, its record's, or the beginning of one; None: the only run there is.
+
+    Raises ZftuneError if there is no run, BadInputError if `run` is none of them, or not only one.
+    """
     if not runs:
         raise ZftuneError(f"the daemon follows no run, start one with: zftune run --online -- CMD; {PAST_RUNS}")
     if run is None:

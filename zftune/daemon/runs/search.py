@@ -151,11 +151,6 @@ class SearchHandle:
             return "what was adopted had to be, for GPU memory or the quality, and the search began again from there"
         return "nothing was adopted in this run"
 
-    def write_down(self) -> None:
-        """What was decided, where somebody keeps it; while nobody thinks."""
-        if self.prepared.recorder is not None:
-            self.prepared.recorder.write(self.search)
-
     def settle(self) -> Going:
         """Take in what a command has changed."""
         self.incumbent, self.gain = self.search.book.incumbent.setting, self.search.book.gain

@@ -456,7 +456,8 @@ class RunSession:
     def _settle(self, thought: SearchHandle) -> None:
         with self._lock:
             self.state = thought.settle()
-        thought.write_down()
+        if self._recorder is not None:
+            self._recorder.write(thought.search)
 
     def _write_command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         if self._recorder is not None:

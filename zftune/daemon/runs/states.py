@@ -40,10 +40,7 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
 
 
 def farewell(prepared: Prepared | None, message: Goodbye, total: Count) -> Farewell:
-    """End a search without a working thread; `prepared` None: it had not begun.
-
-    `total` is the count of the whole run.
-    """
+    """End a search without a working thread; `prepared` None: it had not begun. `total` is the whole run's count."""
     search = None if prepared is None else prepared.search
     over = search is not None and search.is_settled
     if search is not None:
@@ -94,7 +91,7 @@ class Searching:
 
 @dataclass(frozen=True, slots=True)
 class Confirming:
-    """A setting is compared with the incumbent: A-B-A."""
+    """A setting is compared with the incumbent."""
 
     name: ClassVar[str] = "confirming"
     trial: int
