@@ -13,6 +13,7 @@ from zenflow.host.limits import available_host_bytes
 from zftune.emulation import Rig
 from zftune.planner.choosing import choose, limits
 from zftune.planner.closed_form import predict
+from zftune.planner.machine import UNLIMITED, machine_of
 from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
-UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +105,6 @@ def rig_machine(rig: Rig) -> Machine:
     """An emulated accelerator as a machine: its rates, and this host's memory."""
     host_bytes = available_host_bytes() or UNLIMITED
     return machine_of(rig.name, "emulated accelerator", Rates.of_rig(rig), host_memory_bytes=host_bytes)
-
-
-def machine_of(
-    name: str, gpu: str, rates: Rates, *, host_memory_bytes: int, device_memory_bytes: int = UNLIMITED
-) -> Machine:
-    """A machine of which only the rates of a training and its memory are known."""
-    return Machine(
-        name=name,
-        source={"host_memory_bytes": "what this process may still allocate"},
-        gpu=gpu,
-        gpus=1,
-        device_memory_bytes=device_memory_bytes,
-        device_gbps=rates.device_gbps or 0.0,
-        compute_tflops=0.0,
-        compute_share=0.0,
-        link_d2h_gbps=rates.d2h_gbps,
-        link_h2d_gbps=rates.h2d_gbps,
-        host_gbps=rates.host_gbps,
-        host_update_gelements_s=0.0,
-        cores=1,
-        host_memory_bytes=host_memory_bytes,
-        comm_gbps=0.0,
-    )
 
 
 @dataclass(frozen=True, slots=True)
