@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from operator import mul
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,17 +28,18 @@ _SLOWDOWNS = {
 _MOST_LATE = 0.005  # of the time: by so much an emulated accelerator's times may be off
 
 
-class Watch(Protocol):
-    """Says that a measurement does not count."""
+class NoDisturbance:
+    """Watches over measurements, and the watch that sees nothing."""
 
     def __call__(self) -> str | None:
         """Why what was since it was asked last does not count, or None."""
+        return None
 
     def close(self) -> None:
         """End the watch."""
 
 
-def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
+def disturbance_of(device: Device, *, sampled: bool = True) -> NoDisturbance:
     """The watch over measurements on a device; `sampled=False` where the daemon samples its GPU."""
     if isinstance(device, EmulatedAccelerator):
         return LateDisturbance(device)
@@ -52,17 +53,7 @@ def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
     return GpuDisturbance(sampler, uuid)
 
 
-class NoDisturbance:
-    """Nobody watches."""
-
-    def __call__(self) -> str | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class GpuDisturbance:
+class GpuDisturbance(NoDisturbance):
     """What NVML saw of one GPU.
 
     Args:
@@ -73,9 +64,8 @@ class GpuDisturbance:
     def __init__(
         self, sampler: NvmlSampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self._sampler, self._clock_ns = sampler, clock_ns
+        self._sampler, self._clock_ns, self._begin_ns = sampler, clock_ns, clock_ns()
         self._uuids = None if uuid is None else [uuid]
-        self._begin_ns = clock_ns()
         self._others: int | None = None
         self._links: dict[str, int] = {}
 
@@ -84,17 +74,14 @@ class GpuDisturbance:
         figures, _ = self._sampler.summary(begin_ns, self._begin_ns, self._uuids)
         if figures is None:
             return None
-        found = [self._slowed(figures), self._shared(figures), self._shifted(figures)]
-        return next((reason for reason in found if reason is not None), None)
+        slowed = next((_SLOWDOWNS[name] for name in figures["throttle_reasons"] or () if name in _SLOWDOWNS), None)
+        shared, shifted = self._shared(figures["other_processes"]), self._shifted(figures)
+        return slowed or shared or shifted
 
     def close(self) -> None:
         self._sampler.stop()
 
-    def _slowed(self, figures: Mapping[str, Any]) -> str | None:
-        return next((_SLOWDOWNS[name] for name in figures["throttle_reasons"] or () if name in _SLOWDOWNS), None)
-
-    def _shared(self, figures: Mapping[str, Any]) -> str | None:
-        others = figures["other_processes"]
+    def _shared(self, others: int | None) -> str | None:
         if others is None:
             return None
         self._others = others if self._others is None else min(self._others, others)
@@ -112,7 +99,7 @@ class GpuDisturbance:
         return None
 
 
-class LateDisturbance:
+class LateDisturbance(NoDisturbance):
     """Whether this machine was too slow for the emulated accelerator."""
 
     def __init__(self, device: EmulatedAccelerator) -> None:
@@ -131,9 +118,6 @@ class LateDisturbance:
             return f"this machine was late on the emulated accelerator by {late_s / passed_s:.1%} of the time"
         if host_s and late_host_s > MAX_LATE_SHARE * host_s:
             return f"this host was {late_host_s / host_s:.1%} slower than the emulated one"
-        return None
-
-    def close(self) -> None:
         return None
 
     def _now(self) -> tuple[int, float, float]:
