@@ -25,7 +25,7 @@ from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext, counted, holds, leave_tried
-from zftune.tuner.guard import Losses, LossGuard, NoDisturbance
+from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import Search
 from zftune.tuner.setup import WarmupStats
@@ -109,7 +109,7 @@ class Tuner:
         driver: SearchDriver,
         *,
         tokens: int,
-        disturbance: NoDisturbance,
+        disturbance: Watch,
         eval_fn: Callable[[], float] | None = None,
         on_change: Change | None = None,
         consensus: KnobConsensus | None = None,

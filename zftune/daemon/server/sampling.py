@@ -25,8 +25,8 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.server.answers import DaemonState
 from zftune.errors import ZftuneError
 from zftune.telemetry import HostSampler, NvmlSampler
+from zftune.telemetry.disturbance import GpuDisturbance
 from zftune.text import write_text
-from zftune.tuner.guard import GpuDisturbance
 
 if TYPE_CHECKING:
     from zftune.daemon.protocol.messages import Hello
