@@ -201,16 +201,18 @@ class StoreRecorder:
 
     def write(self, search: Search) -> None:
         """Write down new decisions."""
-        if self.notices:
-            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._refuse()
         self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         """Record a command that does not concern the search. May be called from any thread."""
-        if self.notices:
-            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._refuse()
         progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
         self._store.record(self._run, progress, self._kept)
+
+    def _refuse(self) -> None:
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
 
     def renew(self, lease_s: float) -> None:
         """Extend the run's lease by `lease_s`."""
@@ -447,10 +449,9 @@ class Recording:
 
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
-        hardware = self._here.hardware
-        query = Query(key=self.key, ratios=self.ratios, usable_cores=self._here.usable_cores, rig=hardware.rig)
+        rig, cores = self._here.hardware.rig, self._here.usable_cores
         try:
-            return self._store.find_preset(query)
+            return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -574,9 +575,12 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        if not unfinished:
+        won = None if self._stake is None or unfinished else stake_won(search, self._stake[1])
+        if self._stake is not None and won is not None:  # the preset that was measured again was compared
             with noting(self.notices, StoreError):
-                self._judge_preset(search)
+                if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
+                    name = self._stake[0]
+                    self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
@@ -590,13 +594,6 @@ class Recording:
         thread.join(_FINISH_S)
         return not thread.is_alive()
 
-    def keep_preset(self, search: Search) -> None:
-        """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
-        try:
-            self._keep_preset(search)
-        except (StoreError, ValueError) as error:
-            self.notices.append(f"The settings were not kept as a preset: {error}.")
-
     def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
         """Withdraw a setting from every preset of this key."""
         for one in self._presets_of(setting):
@@ -606,13 +603,12 @@ class Recording:
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
         return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
-    def _judge_preset(self, search: Search) -> None:
-        """Write down whether the preset that was measured again was the best, if it was compared with anything."""
-        won = None if self._stake is None else stake_won(search, self._stake[1])
-        if self._stake is None or won is None:
-            return
-        if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
-            self.notices.append(f"Preset {self._stake[0]} was slower in two later comparisons and is withdrawn.")
+    def keep_preset(self, search: Search) -> None:
+        """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
+        try:
+            self._keep_preset(search)
+        except (StoreError, ValueError) as error:
+            self.notices.append(f"The settings were not kept as a preset: {error}.")
 
     def _keep_preset(self, search: Search) -> None:
         book = search.book

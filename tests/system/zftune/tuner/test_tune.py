@@ -22,9 +22,9 @@ from zftune.profile.measure import Training
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import Evidence, Hardware, Model, Preset, RunState
-from zftune.tuner.forecast import PlannerForecast
 from zftune.tuner.messages import sentence
 from zftune.tuner.search import SearchOptions
+from zftune.tuner.setup import PlannerForecast
 from zftune.tuner.space import Setting, Space
 from zftune.tuner.tuner import Tuner
 

@@ -34,12 +34,11 @@ from zftune.planner.split import split_of
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.drivers import LocalDriver, SearchDriver
-from zftune.tuner.forecast import forecast_for, rig_machine
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for, rig_machine
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
