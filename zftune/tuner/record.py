@@ -29,7 +29,6 @@ from zftune.store.types import (
     Preset,
     PresetState,
     Progress,
-    Quality,
     Query,
     Ratios,
     Run,
@@ -355,40 +354,18 @@ def _row(request: Request, outcome: Outcome) -> Measurement:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """The model and how it is trained: with the machine it is the key of a preset."""
+def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> Model:
+    """A model of this process as the store keeps it."""
+    from zftune.telemetry.fingerprint import model_id
 
-    model: Model
-    """Its `dtype` is given."""
-    micro_batch: int
-    sequence: int
-    rig: str | None = None
-    stage: int = 0
-    """ZeRO stage; 0 where there is no ZeRO."""
-    world_size: int = 1
-    nodes: int = 1
-    shards: int = 1
-    """Ranks that share each weight by rows."""
-    checkpointing: bool = False
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, dtype: dtype, *, micro_batch: int, sequence: int, name: str | None = None, **more: Any
-    ) -> RunFacts:
-        """Facts of a model in this process: sequences of a rank's pass, and tokens of a sequence."""
-        from zftune.telemetry.fingerprint import model_id, recomputes
-
-        parameters = list(module.parameters())
-        model = Model(
-            model_id=model_id(module),
-            name=name,
-            parameters=sum(one.numel() for one in parameters),
-            trainable=sum(one.numel() for one in parameters if one.requires_grad),
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        checkpointing = recomputes(module)
-        return cls(model=model, micro_batch=micro_batch, sequence=sequence, checkpointing=checkpointing, **more)
+    parameters = list(module.parameters())
+    return Model(
+        model_id=model_id(module),
+        name=name,
+        parameters=sum(one.numel() for one in parameters),
+        trainable=sum(one.numel() for one in parameters if one.requires_grad),
+        dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,21 +393,14 @@ class MachineInfo:
 class Recording:
     """One run, and the presets of its key. A failure of the store is no error here but a sentence in `notices`."""
 
-    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
+    def __init__(self, store: Store, key: Key, model: Model, here: MachineInfo) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
         """Measured here; a preset is found by them on other machines."""
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
-        self._store, self._model = store, facts.model
-        self._here = here or MachineInfo.now(facts.rig)
-        self.key = Key(
-            model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend="zenflow", stage=facts.stage,
-            dtype=facts.model.dtype or "unknown", world_size=facts.world_size, nodes=facts.nodes,
-            shards=facts.shards, micro_batch=facts.micro_batch, sequence=facts.sequence,
-            checkpointing=facts.checkpointing, quality=quality,
-        )  # fmt: skip
+        self.key, self._store, self._model, self._here = key, store, model, here
 
     @property
     def wrong(self) -> list[str]:

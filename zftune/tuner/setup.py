@@ -29,10 +29,10 @@ from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.quality import assumed_coverage, at_full_rate, highest_rate, movement_percent, rate_at_full, rates
-from zftune.store.types import Match, Quality, Ratios, RunRecord
+from zftune.store.types import Key, Match, Model, Quality, Ratios, RunRecord
 from zftune.tuner import messages
 from zftune.tuner.pace import Load, Pace, busy_ms, changed, ratios_of
-from zftune.tuner.record import MachineInfo, Recording, RunFacts, StoreRecorder, search_settings
+from zftune.tuner.record import MachineInfo, Recording, StoreRecorder, search_settings, trained_model
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import (
     TOPK_RATIOS,
@@ -143,8 +143,9 @@ class TrainingFacts:
     """A training that warmed up."""
 
     wishes: TuneRequest
-    run: RunFacts | None
-    """None, as `here`: nothing is remembered of it."""
+    key: Key | None
+    """What runs and presets are kept by; None, as `trained` and `here`: nothing is remembered of it."""
+    trained: Model | None
     here: MachineInfo | None
     config: ZenFlowConfig
     has_loss: bool
@@ -206,21 +207,25 @@ class Reader:
 
     def facts(self, seen: WarmupStats) -> TrainingFacts:
         """Read them from the warm-up; may be called from any thread."""
+        from zftune.telemetry.fingerprint import recomputes
+
         rig, wishes = self._rig, self._wishes
         # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
         shards = self._company.ranks if self._partitioned else ranks_with_rows(self._groups[0]["params"][0])
         company = replace(self._company, shards=shards, keeps_whole=self._partitioned)
-        name, run, here = self._name or _name_of(self.module), None, None
+        name, key, trained, here = self._name or _name_of(self.module), None, None, None
         if self._remembered:
-            here = self._here()
-            run = RunFacts.of(
-                self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
-                name=name, rig=None if rig is None else rig.name, stage=wishes.zero_stage,
-                world_size=company.ranks, nodes=company.nodes, shards=company.shards,
+            here, trained = self._here(), trained_model(self.module, self._dtype, name)
+            key = Key(
+                model_id=trained.model_id, hw_id=here.hardware.hw_id, backend="zenflow", stage=wishes.zero_stage,
+                dtype=trained.dtype or "unknown", world_size=company.ranks, nodes=company.nodes, shards=shards,
+                micro_batch=wishes.micro_batch, sequence=wishes.sequence, checkpointing=recomputes(self.module),
+                quality=wishes.quality,
             )  # fmt: skip
         return TrainingFacts(
             wishes=wishes,
-            run=run,
+            key=key,
+            trained=trained,
             here=here,
             config=seen.asked or seen.config,
             has_loss=seen.has_loss,
@@ -511,10 +516,12 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
 
     `run_id` names a training that may have been tuned before; None: a new run gets some name.
     """
+    from zftune.telemetry import hardware
+
     wishes, base = facts.wishes, Setting.of(facts.config)
     space = space_for(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
-        threads=thread_choices((facts.here or MachineInfo.now()).usable_cores),
+        threads=thread_choices(hardware()["usable_cores"] if facts.here is None else facts.here.usable_cores),
         offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
@@ -538,8 +545,8 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
         return search
 
     recording = None
-    if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here)
+    if store is not None and facts.key is not None and facts.trained is not None and facts.here is not None:
+        recording = Recording(store, facts.key, facts.trained, facts.here)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,

@@ -128,9 +128,11 @@ def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World)
     assert {preset.state for preset in kept} == {PresetState.WITHDRAWN}
     assert {preset.withdrawn_because for preset in kept} == {"it was rolled back by hand"}
     assert {preset.lost_comparisons for preset in kept} == {0}
-    training = facts().run
-    assert training is not None
-    barred = Recording(world.store, training, "published", facts().here).barred()
+    found = facts()
+    assert found.key is not None
+    assert found.trained is not None
+    assert found.here is not None
+    barred = Recording(world.store, found.key, found.trained, found.here).barred()
     assert BarredSetting(adopted, "rollback") in barred  # nor by later runs
     agent.goodbye()
     later = world.agent(run="2" * 32)
