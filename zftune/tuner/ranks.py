@@ -123,7 +123,12 @@ class RankChannel:
         self._store = distributed.distributed_c10d._get_default_store()
         # Which of this rank's it is: all ranks make as many.
         self._prefix = f"zftune/{self._store.add(f'zftune/of-rank-{self.rank}', 1)}"
-        self._await_all(patience_s)
+        ends_s, here = time.monotonic() + patience_s, self._store.add(f"{self._prefix}/here", 1)
+        while here < self.size:  # a group is made by all of them; nobody could be told any more who is missing then
+            if time.monotonic() > ends_s:
+                raise BadInputError(f"zftune.attach was called on {here} of {self.size} ranks; call it on all of them")
+            time.sleep(_POLL_S)
+            here = self._store.add(f"{self._prefix}/here", 0)
         self._group = distributed.new_group(backend="gloo", timeout=self._patience)
         names = hosts_of_ranks(self._group)
         self.company = WorldInfo(self.size, names.count(names[self.rank]), len(set(names)))
@@ -171,16 +176,6 @@ class RankChannel:
         if self._work is not None:
             with suppress(RuntimeError, ValueError):
                 self._work.wait(timedelta(seconds=most_s))
-
-    def _await_all(self, most_s: float) -> None:
-        """A group is made by all of them; nobody could be told any more who is missing then."""
-        key = f"{self._prefix}/here"
-        ends_s = time.monotonic() + most_s
-        self._store.add(key, 1)
-        while (here := self._store.add(key, 0)) < self.size:
-            if time.monotonic() > ends_s:
-                raise BadInputError(f"zftune.attach was called on {here} of {self.size} ranks; call it on all of them")
-            time.sleep(_POLL_S)
 
 
 def hosts_of_ranks(group: Any = None) -> list[str]:

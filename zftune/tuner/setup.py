@@ -519,10 +519,12 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
     from zftune.telemetry import hardware
 
     wishes, base = facts.wishes, Setting.of(facts.config)
+    cores = int((hardware()["usable_cores"] if facts.here is None else facts.here.usable_cores) or 1)
+    lower = _LOWER_RATIOS if wishes.tune_memory else ()  # they take more GPU memory
     space = space_for(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
-        threads=thread_choices(hardware()["usable_cores"] if facts.here is None else facts.here.usable_cores),
-        offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
+        threads=sorted({cores // 4, cores // 2, 3 * cores // 4}) if cores >= _FEW_CORES else (),
+        offload_ratios=sorted({*lower, 1.0, base.offload_ratio}),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
     )  # fmt: skip
@@ -567,15 +569,3 @@ def _forecast(facts: TrainingFacts, start: Setting) -> Forecaster:
     measured_ms = facts.compute_ms if facts.rig is None else 0.0
     job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)
     return forecast_for(facts.model, machine, job, facts.config, company=facts.company, rig=facts.rig)
-
-
-def thread_choices(usable_cores: float | None) -> tuple[int, ...]:
-    """Choices for the host engine's threads; none: they stay."""
-    cores = int(usable_cores or 1)
-    return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _FEW_CORES else ()
-
-
-def ratio_choices(base: Setting, *, tune_memory: bool) -> list[float]:
-    """Choices for `offload_ratio`: a lower one takes more GPU memory, and needs `tune_memory`."""
-    lower = _LOWER_RATIOS if tune_memory else ()
-    return sorted({*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio})
