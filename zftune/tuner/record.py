@@ -85,8 +85,8 @@ class StoreRecorder:
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
         """Keeps the counts of this process beside the rows; None: it does not train, or does not yet."""
-        self._ids: list[int] = []
         self._states: dict[int, TrialState] = {}
+        """Of the trials that are written down, by number."""
         self._notes = 0
         self.earlier_notes = 0
         """How many of the search's decisions are of earlier lives of the run."""
@@ -98,10 +98,6 @@ class StoreRecorder:
     def database(self) -> Path | None:
         """The file of the run; None: a server's, or none that lasts."""
         return self._store.path
-
-    @property
-    def is_kept(self) -> bool:
-        return self._store.is_kept
 
     @property
     def account(self) -> Account:
@@ -137,7 +133,6 @@ class StoreRecorder:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
         else:
             self.curve.join(self._store.curve(run_id))
-        self._ids = [row.trial_id for row in rows]
         self._states = {row.number: row.state for row in rows}
         self._notes = self.earlier_notes = len(search.notes)
         for row, trial in zip(rows, search.book.trials, strict=False):
@@ -176,7 +171,7 @@ class StoreRecorder:
                 self._tries(request.trial)
                 self._record(search, in_flight=request.trial)
                 self._runs = True
-            elif len(search.book.trials) > len(self._ids) or len(search.notes) > self._notes:
+            elif len(search.book.trials) > len(self._states) or len(search.notes) > self._notes:
                 self._record(search)
         if self.notices and challenges:
             self._tries(None)
@@ -275,17 +270,16 @@ class StoreRecorder:
         if in_flight is not None:
             states[in_flight] = (TrialState.IN_FLIGHT, None)
         progress = Progress(
-            trials=tuple(_new(one) for one in trials[len(self._ids) :]),
+            trials=tuple(_new(one) for one in trials[len(self._states) :]),
             states=states,
             measured=None if measured is None else (measured[0].trial, _row(*measured)),
             decisions=tuple(self._decisions(search)),
             search=state_adapter().dump_python(search.known, mode="json"),
         )
         made = self._store.record(self._run, progress, self._kept)
-        first = len(self._ids)
+        first = len(self._states)
         if [one.number for one in made] != list(range(first, first + len(made))):
             raise ZftuneError(f"trial {first} became another row: another process writes to this run")
-        self._ids += [one.trial_id for one in made]
         self._states |= {one.number: one.state for one in made}
         self._states |= {number: state for number, (state, _) in states.items()}
         self._notes = len(search.notes)
