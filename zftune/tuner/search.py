@@ -299,10 +299,8 @@ class Search:
         state, incumbent = self.state, self.book.incumbent
         window = incumbent.setting.update_interval
         if isinstance(state, Opening):
-            steps, discard = block_steps(window), window if self.measurements else 0
-            return Request(
-                incumbent.setting, "start", incumbent.number, discard, messages.OPENING_BLOCKS * steps, steps
-            )
+            steps = block_steps(window)
+            return Request(incumbent.setting, "start", incumbent.number, 0, messages.OPENING_BLOCKS * steps, steps)
         if isinstance(state, Resting):
             most = min(_HOLD_STEPS, state.steps)
             steps = max(block_steps(window, most), window * -(-most // window))
@@ -311,16 +309,14 @@ class Search:
 
     def _of_unit(self, unit: Unit) -> Request:
         incumbent, challenger = self.book.incumbent, self.book.trials[unit.trial]
-        window = incumbent.setting.update_interval
-        if unit.before is None:  # it may have been adopted just now: its first window does not count
-            return Request(incumbent.setting, "a1", incumbent.number, window, block_steps(window, unit.size))
-        if unit.blocks:
-            return Request(incumbent.setting, "a2", incumbent.number, 0, block_steps(window, unit.size))
+        if unit.before is None or unit.blocks:
+            role: Role = "a1" if unit.before is None else "a2"
+            steps = block_steps(incumbent.setting.update_interval, unit.size)
+            return Request(incumbent.setting, role, incumbent.number, 0, steps)
         window = challenger.setting.update_interval
         size, usual_ms = block_steps(window, unit.size), math.exp(unit.before.wall)
         left_s = self.cost.allowed_s - self.cost.spent_s - self.cost.change_s
-        role: Role = "explore" if unit.is_look else "b"
-        steps = size if unit.is_look else 2 * size
+        role, steps = ("explore", size) if unit.is_look else ("b", 2 * size)
         return Request(
             challenger.setting, role, challenger.number, window, steps, size, SLOWER * usual_ms, left_s, usual_ms
         )

@@ -95,14 +95,6 @@ def test_a_gain_that_one_unit_shows_is_adopted_soon() -> None:
         assert search.book.adoptions
 
 
-def test_the_first_window_after_an_adoption_does_not_count() -> None:
-    search, driver = make(1, 0.01)
-    driver.run(search, most=40)
-    firsts = ran(driver, "a1")
-    assert firsts
-    assert all(one.discard == one.setting.update_interval for one in firsts)
-
-
 def test_next_is_the_same_until_it_is_told() -> None:
     search, driver = make(2, 0.03)
     driver.run(search, most=4)
