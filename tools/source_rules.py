@@ -30,8 +30,6 @@ _LOOKS = re.compile(
 _SENTENCES = re.compile(r"reason|message|sentence|allowed|stopped|advice|verdict|finding|fix|notice|error|end|why")
 _FOREIGN = ("zftune/checkpoint/sources.py", "zftune/cli/main.py")
 """Files in which the words of another library are read, which gives its errors no fields: torch's, Click's."""
-_OLD = ("zftune/explain/document.py",)
-"""Files of which this is known; they are to be mended."""
 _RUNTIME = Path("runtime") / "zenflow"
 _LIBRARIES = (_RUNTIME, Path("zftune"))
 
@@ -69,7 +67,7 @@ def _of_python(path: Path, text: str) -> Iterator[Finding]:
         if in_runtime and _names_cuda(node) and id(node) not in prose:
             if path.name != "device.py":
                 yield Finding(f"{path}:{node.lineno}", "only zenflow.device names CUDA devices")
-        elif path.as_posix() not in (*_FOREIGN, *_OLD) and _parses_a_sentence(node):
+        elif path.as_posix() not in _FOREIGN and _parses_a_sentence(node):
             yield Finding(f"{path}:{node.lineno}", "a sentence is parsed: give it fields")
         elif in_runtime and isinstance(node, ast.Call):
             for what in _left_to_the_user(node):

@@ -36,13 +36,13 @@ from zftune.errors import BadInputError
 from zftune.exactness import is_exact, keep_exact
 from zftune.store.types import PROMISES, QUALITIES, Quality
 from zftune.text import one_of
+from zftune.tracking import stats
 from zftune.tuner.drivers import LocalDriver, SearchDriver
 from zftune.tuner.executor import Change, leave_tried
 from zftune.tuner.guard import NoDisturbance, disturbance_of
 from zftune.tuner.ranks import KnobConsensus, RankChannel
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import SINGLE_RANK, TuneRequest, WorldInfo
-from zftune.tuner.stats import stats
 from zftune.tuner.tuner import Tuner, asked_config, closed_tuner, open_tuners
 from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 

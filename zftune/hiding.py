@@ -27,7 +27,7 @@ from zftune.emulation import EmulatedAccelerator
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, bound_of, choose
 from zftune.planner.closed_form import predict
-from zftune.planner.machine import device_gbps
+from zftune.planner.machine import UNLIMITED, device_gbps, machine_of
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import MOMENTS, Rates, device_work_ms
 from zftune.planner.split import totals_of
@@ -35,7 +35,6 @@ from zftune.quality import at_full_rate, movement_percent
 from zftune.store.types import STALENESS, Quality
 from zftune.text import ms, number, percent, times
 from zftune.tuner.executor import REFUSALS
-from zftune.tuner.forecast import UNLIMITED, machine_of
 from zftune.tuner.setup import WarmupStats, device_limit
 from zftune.tuner.tuner import StepCount, open_tuners
 from zftune.tuner.worker import Background

@@ -27,7 +27,6 @@ DECISIONS: Mapping[str, str] = {
     "start": "start",
     "adopt": "adopted",
     "keep": "not adopted",
-    "abort": "cut short",
     "void": "not counted",
     "crash": "crashed",
     "stop": "stopped",
@@ -49,7 +48,6 @@ TRIALS: Mapping[str, str] = {
     "rejected": "rejected unseen",
     "crashed": "crashed",
     "void": "not counted",
-    "aborted": "cut short",
 }
 LIVE_STATES: Mapping[str, str] = {
     "warming": "preparing",

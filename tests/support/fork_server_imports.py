@@ -35,9 +35,7 @@ MODULES = (
     "zftune.store.opening",
     "zftune.store.store",
     "zftune.attaching",
-    "zftune.tuner.forecast",
     "zftune.tuner.setup",
-    "zftune.tuner.forecast",
     "zftune.tuner.search",
 )
 MAIN = multiprocessing.current_process()

@@ -141,7 +141,7 @@ def show(run: _Run = None, json_path: _Json = None) -> None:
     """Show a run in full: its account, settings, trials and decisions."""
     check_output_path(json_path)
     with DaemonClient() as client:
-        found = http.details(client, http.chosen(client, run)["run"])
+        found = http.details(client, http.among(http.all_runs(client), run)["run"])
     write_json({"schema": RUN_SCHEMA, **found}, json_path)
     if json_path != STANDARD_OUTPUT:
         from rich.console import Console
@@ -161,7 +161,7 @@ def logs(
     """Print what was decided in a run, and why, one line a decision."""
     check_output_path(json_path)
     with DaemonClient() as client:
-        which = http.chosen(client, run)["run"]
+        which = http.among(http.all_runs(client), run)["run"]
         found = http.details(client, which)
         write_json({"schema": RUN_SCHEMA, **found}, json_path)
         if json_path == STANDARD_OUTPUT:
@@ -199,7 +199,7 @@ def stop(run: _Run = None, json_path: _Json = None) -> None:
 def _tell(command: str, run: str | None, json_path: str | None) -> None:
     check_output_path(json_path)
     with DaemonClient() as client:
-        found = http.told(client, http.chosen(client, run)["run"], command)
+        found = http.told(client, http.among(http.all_runs(client), run)["run"], command)
     write_json({"schema": RUN_SCHEMA, "run": found}, json_path)
     if json_path != STANDARD_OUTPUT:
         from zftune.cli.top import state

@@ -116,12 +116,12 @@ _STATES = {
     "paused": "bold yellow",
     "ended": "dim",
 }
-_KINDS = {"adopt": "bold green", "guard": "bold red", "crash": "red", "abort": "yellow", "void": "yellow"}
+_KINDS = {"adopt": "bold green", "guard": "bold red", "crash": "red", "void": "yellow"}
 _BAR = 5
 _WIDE_BAR = 20
 _MOST_LINES = 4
 _NOTICE_LINES = 12
-_TRIED = ("measured", "in_flight", "aborted", "crashed", "void")
+_TRIED = ("measured", "in_flight", "crashed", "void")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

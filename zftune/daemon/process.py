@@ -46,7 +46,7 @@ def log_to(stream: TextIO, environment: Mapping[str, str]) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    for name in ("uvicorn", "alembic", "optuna"):
+    for name in ("uvicorn", "optuna"):
         logging.getLogger(name).setLevel(logging.WARNING)  # their greetings
 
 
@@ -81,12 +81,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        prefix = f"<{self._priority(record.levelno)}>" if self._journal else ""
-        return prefix + json.dumps(line, default=str)
-
-    @staticmethod
-    def _priority(level: int) -> int:
-        return next((priority for least, priority in _PRIORITIES if level >= least), 7)
+        priority = next((priority for least, priority in _PRIORITIES if record.levelno >= least), 7)
+        return (f"<{priority}>" if self._journal else "") + json.dumps(line, default=str)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -181,12 +177,9 @@ class Options:
 def serve(options: Options, host: Callable[[], AbstractContextManager[Sequence[Service]]]) -> None:
     """Be the daemon until a signal, a request or idleness ends it. Call it in the main thread.
 
-    `host` makes the services once the socket is claimed, and ends what they need.
-
-    Raises:
-        BadInputError: the socket's place cannot be used, the port is taken.
-        SocketHeldError: another daemon is there.
-        DaemonError: something else listens there.
+    `host` makes the services once the socket is claimed, and ends what they need. Raises BadInputError: the socket's
+    place cannot be used, the port is taken; SocketHeldError: another daemon is there; DaemonError: something else
+    listens there.
     """
     _settle(private=options.private)
     location = locate(os.environ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +9,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zftune import __version__
-from zftune.errors import BadInputError
 from zftune.explain import words
 from zftune.quality import (
     adopted_from,
@@ -21,13 +19,12 @@ from zftune.quality import (
     summary,
 )
 from zftune.store.account import Account
-from zftune.store.preset_file import escaped
 from zftune.store.store import facts_of, goes_on, is_written_to
 from zftune.store.types import Curve, Decision, Hardware, Measurement, Model, RunRecord, RunState, TrialRecord
 from zftune.text import slowest_rank
 from zftune.tuner.messages import sentence
 from zftune.tuner.record import state_adapter
-from zftune.tuner.states import LEARNING_RATE, TRAINED_ON, ExplorationCost, SearchOptions, SearchState, Trial
+from zftune.tuner.states import LEARNING_RATE, TRAINED_ON, ExplorationCost, SearchOptions, SearchState
 from zftune.words import TRIALS
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "zftune.explain/1"
 TUNE_SCHEMA = "zftune.tune/1"
-LAST = "last"
 _ENDS, _CONTINUES = ("stop", "guard"), ("resume", "reopen")
 _LISTS = ("trials", "decisions", "history", "rejected", "notices")
 _UNKNOWN = (
@@ -43,8 +39,6 @@ _UNKNOWN = (
     "ranks_ms",
 )  # fmt: skip
 """Of a search of which nothing was written down."""
-_SHOWN = 8  # digits of an id
-_MOST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +147,8 @@ class RunSummary:
         return [self._trial(row) for row in self.rows]
 
     def _trial(self, row: TrialRecord) -> dict[str, Any]:
-        known: Trial | None = None
-        if self.state is not None and row.number < len(self.state.book.trials):
-            known = self.state.book.trials[row.number]
+        book = None if self.state is None else self.state.book
+        known = book.trials[row.number] if book is not None and row.number < len(book.trials) else None
         late, ratio = words.staleness_steps(row.knobs), row.knobs.get("topk_ratio")
         cost = None
         if self.state is not None and self.state.movement and late is not None and isinstance(ratio, int | float):
@@ -169,7 +162,7 @@ class RunSummary:
             "state": row.state.value,
             "fate": self._fate(row),
             "reason": row.reason or (known.reason if known is not None else "") or None,
-            "step_ms": None if known is None or self.state is None else self.state.book.step_ms(known),
+            "step_ms": None if known is None or book is None else book.step_ms(known),
             "predicted_step_ms": row.predicted_step_ms,
             "staleness_steps": late,
             "quality_cost_steps": cost,
@@ -185,48 +178,32 @@ class RunSummary:
             return "kept"
         if row.source == "start":
             return "start"
-        if "rollback" in decided:
-            return "rolled back"
-        if "adopt" in decided:
-            return "adopted before"
-        if "keep" in decided:
-            return "compared again" if row.source == "reference" else "not adopted"
-        return "not compared"
+        kept = "compared again" if row.source == "reference" else "not adopted"
+        fates = {"rollback": "rolled back", "adopt": "adopted before", "keep": kept}
+        return next((fate for kind, fate in fates.items() if kind in decided), "not compared")
 
     def decisions(self) -> list[dict[str, Any]]:
         """What was decided, and why, oldest first."""
         return [
-            {
-                "kind": one.kind,
-                "reason": sentence(one),
-                "trial": one.trial,
-                "details": dict(one.details),
-                "step": one.step,
-                "at_unix_s": one.at_unix_s,
-                "at_s": one.details.get("elapsed_s", 0.0),
-            }
-            for one in self.notes
+            {**asdict(one), "reason": sentence(one), "at_s": one.details.get("elapsed_s", 0.0)} for one in self.notes
         ]
 
     def _history(self) -> list[dict[str, Any]]:
         """Every measurement, oldest first."""
-        found = []
-        for number, (trial, one) in enumerate(self.measured, 1):
-            seconds = _seconds(one)
-            found.append(
-                {
-                    "number": number,
-                    "trial": trial,
-                    "role": one.role,
-                    "status": "measured" if one.void_reason is None else "void",
-                    "reason": one.void_reason,
-                    "steps": one.steps,
-                    "step_ms": one.step_ms or None,
-                    "seconds": seconds,
-                    "at_unix_s": one.began_unix_s + seconds,
-                }
-            )
-        return found
+        return [
+            {
+                "number": number,
+                "trial": trial,
+                "role": one.role,
+                "status": "measured" if one.void_reason is None else "void",
+                "reason": one.void_reason,
+                "steps": one.steps,
+                "step_ms": one.step_ms or None,
+                "seconds": _seconds(one),
+                "at_unix_s": one.began_unix_s + _seconds(one),
+            }
+            for number, (trial, one) in enumerate(self.measured, 1)
+        ]
 
     def _run(self) -> dict[str, Any]:
         run = self.run
@@ -247,11 +224,10 @@ class RunSummary:
     def _cost(self) -> dict[str, Any]:
         total, options = self.account.total, SearchOptions()
         changes = [] if self.state is None else self.state.cost.changes_s
-        limit = ExplorationCost(options.cost_share, options.cost_floor_s, elapsed_s=total.seconds)
-        share = 0.0 if self.state is None or self.state.book.gain is None else self.state.book.gain.share
+        share = 0.0 if self.gain is None else self.gain["share"]
         return {
             "spent_s": total.spent_s,
-            "allowed_s": limit.allowed_s,
+            "allowed_s": ExplorationCost(options.cost_share, options.cost_floor_s, elapsed_s=total.seconds).allowed_s,
             "elapsed_s": total.seconds,
             "change_s": fmean(changes) if changes else None,
             "steps": total.steps or None,
@@ -302,21 +278,13 @@ def _seconds(measurement: Measurement) -> float:
     return (sum(measurement.steps_ms) + sum(discarded_ms)) / 1e3
 
 
-def explain_document(store: Store, run: RunRecord, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-    """Everything about a run."""
-    return RunSummary.read(store, run, clock).document()
-
-
 def tune_document(
     store: Store, run_id: str | None, about: Mapping[str, Any], notices: Sequence[str], conclusion: str
 ) -> dict[str, Any]:
     """The document of `zftune tune --json`: that of `zftune explain --json`, and what only the command knows.
 
     `about` has "device", "rig", "workload", "quality", "interrupted"; `conclusion` is the result where nothing was
-    written down (`run_id` None).
-
-    Raises:
-        StoreError: the store could not be read.
+    written down (`run_id` None). Raises StoreError: the store could not be read.
     """
     run = None if run_id is None else store.run(run_id)
     if run is None:
@@ -325,55 +293,3 @@ def tune_document(
         found = RunSummary.read(store, run).document()
     document = {**found, **about, "schema": TUNE_SCHEMA, "notices": [*found["notices"], *notices]}
     return {**document, "verdict": words.verdict(document) if run is not None else conclusion.splitlines()}
-
-
-def chosen_run(store: Store, name: str) -> tuple[RunRecord, str | None]:
-    """The run of an id or its beginning, or with "last" the one that trained last and measured something.
-
-    Returns:
-        The run, and a sentence where others trained after it, although the last was asked for.
-
-    Raises:
-        BadInputError: there is no such run, or there are several; names those that are near.
-        StoreError: the store could not be read.
-    """
-    now, shown = time.time(), escaped(name)[:80]
-
-    def until(run: RunRecord) -> tuple[float, float]:
-        """One that goes on before all, one that was resumed by its later end."""
-        if run.ended_unix_s is not None:
-            return run.ended_unix_s, run.began_unix_s
-        return math.inf if goes_on(store, run, now) else run.began_unix_s, run.began_unix_s
-
-    runs = sorted(store.runs(), key=until, reverse=True)
-    if not runs:
-        raise BadInputError(f"RUN '{shown}': the store has no runs yet, `zftune run --online` makes one")
-    if name == LAST:
-        last = next((run for run in runs if _has_measured(store, run)), runs[0])
-        before = runs.index(last)
-        newer = f"run {_ids(runs[:1])}" if before == 1 else f"{before} runs"
-        told = f"This is the last run with a measurement; {newer} after it measured nothing."
-        return last, told if before else None
-    found = [run for run in runs if name and run.run_id.startswith(name)]
-    if len(found) == 1:
-        return found[0], None
-    if found:
-        raise BadInputError(f"RUN '{shown}': {len(found)} runs begin with that: {_ids(found)}")
-    from zenflow.names import near_names
-
-    ids = [run.run_id[:_SHOWN] for run in runs]
-    near = near_names(name[:_SHOWN], ids, 0.4) or ids
-    raise BadInputError(
-        f"RUN '{shown}' is not in the store; give an id, its beginning or 'last' (near: {', '.join(near[:_MOST])})"
-    )
-
-
-def _has_measured(store: Store, run: RunRecord) -> bool:
-    return any(store.measurements(trial.trial_id) for trial in store.trials(run.run_id))
-
-
-def _ids(runs: Sequence[RunRecord]) -> str:
-    """Beginnings that tell the runs apart."""
-    length = next(n for n in range(_SHOWN, 65) if len({run.run_id[:n] for run in runs}) == len(runs))
-    ids = [run.run_id[:length] for run in runs]
-    return ", ".join(ids[:_MOST]) + ("" if len(ids) <= _MOST else f" and {len(ids) - _MOST} more")

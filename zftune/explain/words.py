@@ -58,11 +58,6 @@ def staleness_steps(knobs: Mapping[str, Any]) -> float | None:
     return None if known is None else known.mean_staleness_steps
 
 
-def distinct(trials: Iterable[Mapping[str, Any]]) -> int:
-    """Number of settings: one that is tried again is one."""
-    return len({identity(trial["knobs"]) for trial in trials})
-
-
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
@@ -80,10 +75,9 @@ def verdict(document: Document) -> list[str]:
     else:
         sentences.append(nothing_adopted(document))
     state = document["run"]["state"]
-    if state == "running" and not document["run"]["tuned"]:
-        sentences.append("It is still training, and nothing tunes it until a daemon does: this is known so far.")
-    elif state == "running":
-        sentences.append("It is still running: this is known so far.")
+    if state == "running":
+        doing = "running" if document["run"]["tuned"] else "training, and nothing tunes it until a daemon does"
+        sentences.append(f"It is still {doing}: this is known so far.")
     elif document["interrupted"] or state == "ended":  # by its last step, by Ctrl-C, or killed
         sentences.append("It ended before its search did: this was found until then.")
     return sentences
@@ -106,13 +100,11 @@ def is_measured(document: Document) -> bool:
 
 def nothing_adopted(document: Document) -> str:
     """The result if the best setting is the first one."""
-    start = identity(document["start"]["knobs"]) if document["start"] is not None else None
-    others = [trial for trial in document["trials"] if identity(trial["knobs"]) != start]
-    tried = distinct(trial for trial in others if trial["state"] in _TRIED)
-    kept = setting(document["best"]["knobs"])
+    start = {identity(document["start"]["knobs"])} if document["start"] is not None else set()
+    tried = {identity(trial["knobs"]) for trial in document["trials"] if trial["state"] in _TRIED} - start
     kinds = {note["kind"] for note in document["decisions"]}
-    result = messages.nothing_adopted(measured=is_measured(document), tried=tried, kinds=kinds)
-    return f"{result}. {'Keep what it began with' if tried else 'It began with'}: {kept}."
+    result = messages.nothing_adopted(measured=is_measured(document), tried=len(tried), kinds=kinds)
+    return f"{result}. {'Keep what it began with' if tried else 'It began with'}: {setting(document['best']['knobs'])}."
 
 
 def lateness_bound(document: Document) -> str:
@@ -131,26 +123,25 @@ def cost_and_gain(document: Document) -> str:
     """What exploring cost, what it gained, and when the one had paid for the other."""
     cost, gain = document["cost"], document["gain"]
     spent, elapsed = seconds(cost["spent_s"]), seconds(cost["elapsed_s"])
+    parts = [f"Spent nothing in {elapsed}"]
     if cost["spent_s"] > 0 and cost["elapsed_s"] > 0:
         parts = [f"Spent {percent(cost['spent_s'] / cost['elapsed_s'])} of the run ({spent} of {elapsed})"]
-    else:
-        parts = [f"Spent nothing in {elapsed}"]
     left_s = cost["remaining_s"] if cost["spent_s"] > 0 and not within_noise(gain) else None
     more = [] if left_s is None else [f"not yet broken even: {seconds(left_s)} more under these settings pay for it"]
     if gain is not None or not differences(document["best"]["knobs"], document["start"]["knobs"]):
-        parts += _gained(document)
+        parts += _gained(gain, cost["saved_s"])
     return ", ".join([*parts, *saved_in_words(cost, gain), *more]) + "."
 
 
-def _gained(document: Document) -> list[str]:
-    gain = document["gain"]
+def _gained(gain: Mapping[str, Any] | None, saved_s: float) -> list[str]:
     if gain is None:  # what was saved before it was rolled back stays saved
-        return [] if document["cost"]["saved_s"] else ["gained nothing"]
+        return [] if saved_s else ["gained nothing"]
+    size = shares(abs(gain["share"]), gain["error"])
     if within_noise(gain):
         return [f"gained nothing beyond noise ({shares(gain['share'], gain['error'])})"]
-    if gain["share"] >= 0:
-        return [f"gained {shares(gain['share'], gain['error'])}" + (f" over {over(gain)}" if gain["reference"] else "")]
-    return [f"gave up {shares(-gain['share'], gain['error'])} for earlier updates or less memory"]
+    if gain["share"] < 0:
+        return [f"gave up {size} for earlier updates or less memory"]
+    return [f"gained {size}" + (f" over {over(gain)}" if gain["reference"] else "")]
 
 
 def over(gain: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ from zftune.attaching import check_counts
 from zftune.errors import BadInputError, MissingPackageError
 from zftune.store.types import QUALITIES, Quality
 from zftune.text import one_of
-from zftune.tuner.stats import Figures, innermost
+from zftune.tracking import Figures, innermost
 from zftune.tuner.tuner import Tuner
 
 try:

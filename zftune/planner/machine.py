@@ -23,7 +23,9 @@ from zenflow.names import did_you_mean
 from zftune.errors import BadInputError, ZftuneError
 from zftune.planner import models
 from zftune.planner.model import Machine
+from zftune.planner.rates import Rates
 
+UNLIMITED = 1 << 50  # bytes: an emulated accelerator has no memory of its own
 _LINK_BYTES = 1 << 28
 _MATRIX = 8192
 _REPEATS = 5
@@ -267,3 +269,26 @@ def _check(key: str, value: Any, origin: str) -> None:
 
 def _folder() -> Traversable:
     return resources.files("zftune") / "machines"
+
+
+def machine_of(
+    name: str, gpu: str, rates: Rates, *, host_memory_bytes: int, device_memory_bytes: int = UNLIMITED
+) -> Machine:
+    """A machine of which only the rates of a training and its memory are known."""
+    return Machine(
+        name=name,
+        source={"host_memory_bytes": "what this process may still allocate"},
+        gpu=gpu,
+        gpus=1,
+        device_memory_bytes=device_memory_bytes,
+        device_gbps=rates.device_gbps or 0.0,
+        compute_tflops=0.0,
+        compute_share=0.0,
+        link_d2h_gbps=rates.d2h_gbps,
+        link_h2d_gbps=rates.h2d_gbps,
+        host_gbps=rates.host_gbps,
+        host_update_gelements_s=0.0,
+        cores=1,
+        host_memory_bytes=host_memory_bytes,
+        comm_gbps=0.0,
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -23,10 +24,12 @@ from zftune.quality import figure
 from zftune.report.tables import Setting, changed_settings, crowded, is_workload, warnings_about
 from zftune.report.values import Document, figures, shown
 from zftune.text import ms, number, percent
-from zftune.tuner.evidence import ERRORS, error_of_mean
+from zftune.tuner.evidence import ERRORS
 
 _OF_MEDIAN = 1.2533
 """Standard error of a median over that of a mean, for a normal distribution."""
+_MOST_CORRELATION = 0.9
+_LEAST_FOR_CORRELATION = 8
 _ALLOWED = "give a file that `zftune profile --json` wrote"
 
 
@@ -452,3 +455,32 @@ def _about_stall(stall: Difference, causes: list[Difference]) -> str:
         return "Stall does not differ beyond noise" + "".join(f" in all, but that by {one} does" for one in most) + "."
     by = "".join(f", most of it by {one}" for one in most)
     return f"Stall goes from {ms(stall.a)} to {ms(stall.b)} a step{by}."
+
+
+def error_of_mean(values: Sequence[float], interval: int) -> float | None:
+    """Standard error of the mean of `values`, one for each step in order; None where there are fewer than two.
+
+    Steps of a window of `interval` steps differ by their place in it, which is no noise. Where there are not two whole
+    windows all steps are taken as alike, which gives a larger error.
+    """
+    if len(values) < 2:
+        return None
+    rows = len(values) // interval
+    whole = np.asarray(values[: rows * interval] if rows >= 2 else values, dtype=np.float64)
+    windows = whole.reshape(rows, interval) if rows >= 2 else whole.reshape(-1, 1)
+    left = windows - windows.mean(axis=0)
+    variance = float((left**2).sum()) / (left.size - left.shape[1])
+    widths = left.std(axis=0)  # a place that varies more would hide how alike its neighbours are
+    series = (left / np.where(widths > 0, widths, 1.0)).ravel()
+    return math.sqrt(variance / len(values)) * _correlation_factor(series)
+
+
+def _correlation_factor(series: np.ndarray) -> float:
+    """By how much errors grow where neighbours are alike, as for an AR(1) process (bias corrected, Kendall 1954)."""
+    centred = series - series.mean()
+    power, steps = float((centred**2).sum()), len(series)
+    if power == 0.0 or steps < _LEAST_FOR_CORRELATION:
+        return 1.0
+    found = float((centred[1:] * centred[:-1]).sum()) / power
+    correlation = min(max((steps * found + 1) / (steps - 4), 0.0), _MOST_CORRELATION)
+    return math.sqrt((1 + correlation) / (1 - correlation))

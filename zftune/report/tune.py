@@ -212,7 +212,7 @@ def _paid(cost: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _counts(document: Document) -> tuple[str, str]:
     trials, made = document["trials"], document["measurements"]
     counted = (one for one in document["history"] if one["role"] != "hold" and one["status"] == "measured")
-    tried = words.distinct(trials[number] for number in {one["trial"] for one in counted})
+    tried = len({words.identity(trials[one["trial"]]["knobs"]) for one in counted})
     unseen = len(words.unseen(trials))
     return str(made), f"of {tried} settings; {unseen} more rejected unseen"
 

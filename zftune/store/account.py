@@ -109,11 +109,7 @@ class Account:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Account:
-        """From a document.
-
-        Raises:
-            TypeError, ValueError, KeyError: it is none.
-        """
+        """From a document. Raises TypeError, ValueError, KeyError: it is none."""
         before, now = (Count(**document[name]) for name in ("before", "now"))
         earlier = tuple(document["earlier"])
         return cls(process=document["process"], earlier=earlier, before=before, now=now, even_s=document["even_s"])
@@ -303,10 +299,8 @@ class Pulse:
         self._holds = self._living.has(run_id) and self._living.hold(self._name)
 
     def beat(self, count: Count, trial: int | None) -> bool:
-        """Write down what was counted, and what runs; before another setting than the incumbent does.
-
-        Returns:
-            Whether the lock is held; else there is no file, or it is somebody else's by now.
+        """Write down what was counted, and what runs; before another setting than the incumbent does. Returns whether
+        the lock is held; else there is no file, or it is somebody else's by now.
         """
         if not self._holds:
             return False

@@ -55,10 +55,8 @@ def _without_password(user: re.Match[str]) -> str:
 
 
 def check_server(url: str) -> None:
-    """Refuse what is no URL of a server that can be a store; without trying it.
-
-    Raises:
-        BadInputError: says what is wrong; without a password.
+    """Refuse what is no URL of a server that can be a store; without trying it. Raises BadInputError: says what is
+    wrong; without a password.
     """
     user = _USER.search(url)
     if user is not None and (user[0].count(":") > 1 or re.search(r"[@/?#\s]", user[0])):

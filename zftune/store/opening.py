@@ -26,13 +26,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, NullPool, StaticPool, create_engine, event, inspect, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    NullPool,
+    StaticPool,
+    create_engine,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+)
 from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from zftune.errors import BadInputError, MissingPackageError, StoreError
 from zftune.store.location import Location, check_server, locate, network_file_system, node_local
-from zftune.store.tables import Base
+from zftune.store.tables import Base, SchemaRow
 
 KEPT_BACKUPS = 3
 LOCK_TIMEOUT_S = 60.0
@@ -40,7 +53,6 @@ LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.01
 
 _MAGIC = b"SQLite format 3\0"
-_VERSION_TABLE = "alembic_version"
 _BACKUP = re.compile(r"\.backup-\d{8}T\d{6}\.\d{6}Z$")
 
 
@@ -49,16 +61,14 @@ class FileState:
     """What lies at a path."""
 
     kind: Literal["empty", "ours", "foreign", "corrupt"]
-    revision: str | None = None
+    schema: int | None = None
     detail: str = ""
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of a database, which has a file of its own beside it.
-
-    Raises:
-        OSError: the lock's file cannot be written, or another process holds it for longer than anything takes.
+    """Hold the exclusive lock of a database, which has a file of its own beside it. Raises OSError: the lock's file
+    cannot be written, or another process holds it for longer than anything takes.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
@@ -86,10 +96,8 @@ def _lock(descriptor: int) -> None:
 
 
 def file_state(path: Path) -> FileState:
-    """Look at a database; only a write that a killed process left unfinished is undone.
-
-    Raises:
-        OSError: it cannot be read.
+    """Look at a database; only a write that a killed process left unfinished is undone. Raises OSError: it cannot be
+    read.
     """
     if not path.exists() or path.stat().st_size == 0:
         return FileState("empty")
@@ -115,10 +123,10 @@ def _examine(path: Path, mode: str) -> FileState:
         if verdict != "ok":
             return FileState("corrupt", detail=_one_line(verdict))
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if _VERSION_TABLE not in tables or (tables > {_VERSION_TABLE} and "preset" not in tables):
+        if SchemaRow.__tablename__ not in tables:
             return FileState("foreign" if tables else "empty")
-        row = connection.execute(f"SELECT version_num FROM {_VERSION_TABLE}").fetchone()
-        return FileState("ours", revision=None if row is None else str(row[0]))
+        (number,) = connection.execute(str(_SCHEMA)).fetchone()
+        return FileState("ours", schema=number)
 
 
 def backups(path: Path) -> list[Path]:
@@ -128,10 +136,8 @@ def backups(path: Path) -> list[Path]:
 
 
 def back_up(path: Path, *, spare: Path | None = None) -> Path:
-    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`.
-
-    Raises:
-        OSError, sqlite3.Error: it cannot be copied.
+    """Copy a database as it is after its last transaction, and keep the three newest copies, and `spare`. Raises
+    OSError, sqlite3.Error: it cannot be copied.
     """
     now = time.time()
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
@@ -149,11 +155,7 @@ def back_up(path: Path, *, spare: Path | None = None) -> Path:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Write a database over another one, in one transaction of it.
-
-    Raises:
-        sqlite3.Error: it cannot be copied.
-    """
+    """Write a database over another one, in one transaction of it. Raises sqlite3.Error: it cannot be copied."""
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     with (
         contextlib.closing(sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as read,
@@ -163,11 +165,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a database that cannot be used, with its log; returns its new name.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename a database that cannot be used, with its log; returns its new name. Raises OSError if it cannot be."""
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = path.with_name(f"{path.name}.replaced-{moment}")
     for suffix in ("-wal", "-shm"):
@@ -219,11 +217,8 @@ def memory_engine() -> Engine:
 def server_engine(url: str, answer_s: float | None = None) -> Engine:
     """Connections to a database server: one for each transaction, so that a fleet holds none that it does not use.
 
-    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`.
-
-    Raises:
-        SQLAlchemyError: the URL is none.
-        ImportError: its driver is not installed.
+    `url` has passed `check_server`; a transaction may take `answer_s`, by default `ANSWER_S`. Raises SQLAlchemyError:
+    the URL is none; ImportError: its driver is not installed.
     """
     wanted = make_url(url).set(drivername="postgresql+psycopg")
     answer_s = ANSWER_S if answer_s is None else answer_s
@@ -272,6 +267,12 @@ def is_lost(error: SQLAlchemyError) -> bool:
     state = _sqlstate(error)
     away = state is None or state.startswith(("08", "57P"))  # 57P: it shuts down, it crashed, it starts up
     return isinstance(error, OperationalError) and away
+
+
+def is_locked(error: SQLAlchemyError) -> bool:
+    """Whether a SQLite file was locked by others for longer than a statement waits."""
+    code = getattr(getattr(error, "orig", None), "sqlite_errorcode", 0)
+    return bool(code & 0xFF == sqlite3.SQLITE_BUSY)
 
 
 def _on_server_begin(connection: Connection, answer_s: float) -> None:
@@ -354,18 +355,18 @@ class Database:
 
     @contextlib.contextmanager
     def patient(self, seconds: float, hurry: threading.Event) -> Iterator[None]:
-        """Wait inside for a server that is away, in this thread, at most `seconds`; `hurry` ends it."""
+        """Wait inside, in this thread, for a server that is away, at most `seconds`, and for a file as long as others
+        have it locked; `hurry` ends both.
+        """
         self._patience.until_s, self._patience.hurry = time.monotonic() + seconds, hurry
         try:
             yield
         finally:
-            self._patience.until_s = 0.0
+            self._patience.hurry = None
 
     def write(self, work: Callable[[Session], _T]) -> _T:
         """Run `work` in a transaction of its own and commit it; again where another process wrote the same row first.
-
-        Raises:
-            StoreError: it could not be kept; nothing of it was, unless the sentence says that this is not known.
+        Raises StoreError: it could not be kept; nothing of it was, unless the sentence says that this is not known.
         """
         pauses, clashes = iter(_PAUSES_S), 0
         while True:
@@ -380,7 +381,7 @@ class Database:
                 clashes += is_clash(error)
                 if self.is_server and commits and is_lost(error):
                     raise self._failed("was lost during a write, and may have kept it", error) from error
-                again = is_clash(error) or (is_lost(error) and self._wait(pauses))
+                again = is_clash(error) or self._wait(error, pauses)
                 if not again or clashes == _ATTEMPTS:
                     raise self._failed("could not be written", error) from error
 
@@ -392,36 +393,34 @@ class Database:
                 with self._turn, Session(self._reading) as session, session.begin():
                     return work(session)
             except SQLAlchemyError as error:
-                if not (is_lost(error) and self._wait(pauses)):
+                if not self._wait(error, pauses):
                     raise self._failed("could not be read", error) from error
 
     def close(self) -> None:
         """Close every connection."""
         self.engine.dispose()
 
-    def _wait(self, pauses: Iterator[float]) -> bool:
-        """Wait a moment for a server that is away; False: it was long enough."""
-        left_s = getattr(self._patience, "until_s", 0.0) - time.monotonic()
-        if not self.is_server or left_s <= 0:
+    def _wait(self, error: SQLAlchemyError, pauses: Iterator[float]) -> bool:
+        """Wait a moment where a later attempt may succeed and somebody is patient; False: it was long enough."""
+        hurry: threading.Event | None = getattr(self._patience, "hurry", None)
+        if hurry is None or not (is_lost(error) if self.is_server else is_locked(error)):
             return False
-        ended: bool = self._patience.hurry.wait(min(left_s, next(pauses, _PAUSES_S[-1])))
-        return not ended
+        pause_s = next(pauses, _PAUSES_S[-1])
+        if self.is_server:  # a file's lock ends with its holder at the latest, a server may never come back
+            pause_s = min(pause_s, self._patience.until_s - time.monotonic())
+        return pause_s > 0 and not hurry.wait(pause_s)
 
     def _failed(self, what: str, error: SQLAlchemyError) -> StoreError:
         return StoreError(f"{self.shown} {what} ({cause_of(error)})")
 
 
-HEAD = "0003"
-"""Of `migrations/versions`; Alembic is imported only where the tables have to be made."""
-MIGRATIONS = Path(__file__).with_name("migrations")
+SCHEMA = 1
+"""Number of the tables as they are in `zftune.store.tables`; another one is not opened."""
+_SCHEMA = select(SchemaRow.number)
 
 
 def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
-    """The SQLite file that backups lie beside.
-
-    Raises:
-        BadInputError: the store is none.
-    """
+    """The SQLite file that backups lie beside. Raises BadInputError: the store is none."""
     location = locate(value, environment, home)
     if location.path is None:
         raise BadInputError(f"{location.shown} has no backups: only a SQLite file has")
@@ -432,11 +431,7 @@ def database_file(value: str, home: Path, environment: dict[str, str]) -> Path:
 
 
 def chosen(path: Path, which: str) -> Path:
-    """A backup by its number (1 is the newest) or its file's name.
-
-    Raises:
-        BadInputError: there is no such backup.
-    """
+    """A backup by its number (1 is the newest) or its file's name. Raises BadInputError: there is no such backup."""
     found = backups(path)
     for number, backup in enumerate(found, 1):
         if which in (str(number), backup.name):
@@ -449,13 +444,8 @@ def restore(path: Path, backup: Path) -> Path | None:
     """Put a backup in the database's place.
 
     A usable database is backed up first, and programs that have it open continue with the backup; an unusable one is
-    renamed.
-
-    Returns:
-        Where the database is now that was there before; None if there was none.
-
-    Raises:
-        StoreError: it could not be done; the database is as it was.
+    renamed. Returns where the database is now that was there before; None if there was none. Raises StoreError: it
+    could not be done; the database is as it was.
     """
     try:
         with locked(path):
@@ -503,10 +493,8 @@ def open_database(
 ) -> tuple[Database, Path | None, list[str]]:
     """Open the database at `value`, a path, a URL, or "" for the default, or the best replacement.
 
-    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s.
-
-    Returns:
-        The database, its file if it is one, and a sentence for each thing to know.
+    `root` replaces "/" where the mounts are read; `clock` is this machine's wall clock, s. Returns the database, its
+    file if it is one, and a sentence for each thing to know.
     """
     notices: list[str] = []
     location = locate(value, environment, home)
@@ -514,7 +502,9 @@ def open_database(
         if location.url is not None:
             return _server(location, clock), None, notices
         if location.path is None:
-            notices.append(_asked_for_memory(location, home))
+            no_home = home is None and location.shown != "$ZFTUNE_DB"
+            why = "there is no home folder" if no_home else "$ZFTUNE_DB asks for a database in memory"
+            notices.append(f"{why}: {_IN_MEMORY}")
         else:
             path, shown = trusted(location.path, location.shown, root, notices)
             with _reasons():
@@ -531,11 +521,8 @@ def open_database(
 
 
 def prepare(path: Path) -> None:
-    """Make a SQLite file ready for use: there, sound, with its tables and a write-ahead log.
-
-    Raises:
-        Unusable: it is not to be touched.
-        OSError, sqlite3.Error, SQLAlchemyError: it could not be made ready; it is as it was.
+    """Make a SQLite file ready for use: there, sound, with its tables and a write-ahead log. Raises Unusable: it is not
+    to be touched; OSError, sqlite3.Error, SQLAlchemyError: it could not be made ready; it is as it was.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(path):
@@ -543,7 +530,7 @@ def prepare(path: Path) -> None:
         check(state)
         if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
             raise Unusable("cannot be written")
-        if state.revision == HEAD:
+        if state.schema == SCHEMA:
             return
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
@@ -556,18 +543,13 @@ def prepare(path: Path) -> None:
 
 
 def check(state: FileState) -> None:
-    """Refuse what is no database of this zftune.
-
-    Raises:
-        Unusable: says what is wrong.
-    """
+    """Refuse what is no database of this zftune. Raises Unusable: says what is wrong."""
     if state.kind == "corrupt":
         raise Unusable(f"is corrupt ({state.detail}) and was left as it is (zftune presets restore)")
     if state.kind == "foreign":
         raise Unusable("is another program's database and was left as it is")
-    if state.revision is not None and state.revision != HEAD:
-        found = state.revision[:32]
-        raise Unusable(f"has the schema {found!r} of another zftune (this one's is {HEAD}) and was not opened")
+    if state.schema not in (None, SCHEMA):
+        raise Unusable(f"has schema {state.schema} of another zftune (this one's is {SCHEMA}) and was not opened")
 
 
 @contextlib.contextmanager
@@ -583,17 +565,9 @@ def _reasons() -> Iterator[None]:
         raise Unusable(f"cannot be used ({cause_of(error)})") from error
 
 
-def _asked_for_memory(location: Location, home: Path | None) -> str:
-    if home is None and location.shown != "$ZFTUNE_DB":
-        return f"there is no home folder: {_IN_MEMORY}"
-    return f"$ZFTUNE_DB asks for a database in memory: {_IN_MEMORY}"
-
-
 def trusted(path: Path, shown: str, root: Path, notices: list[str]) -> tuple[Path, str]:
-    """The path itself, or one on a disk of this node where it is on a network file system, and how to call it.
-
-    Raises:
-        Unusable: it is on a network file system, and this node has no disk for it.
+    """The path itself, or one on a disk of this node where it is on a network file system, and how to call it. Raises
+    Unusable: it is on a network file system, and this node has no disk for it.
     """
     kind = network_file_system(path, root)
     if kind is None:
@@ -623,29 +597,24 @@ def _server(location: Location, clock: Callable[[], float]) -> Database:
     with _reasons():
         database = Database(server_engine(location.url), location.shown)
         with database.engine.connect() as connection:
-            tables = set(inspect(connection).get_table_names())
-            found = [] if "alembic_version" not in tables else connection.execute(_VERSION).scalars().all()
+            has_tables = inspect(connection).has_table(SchemaRow.__tablename__)
+            found = connection.execute(_SCHEMA).scalar_one() if has_tables else None
             database.ahead_s = connection.execute(_NOW).scalar_one() - clock()
-        check(FileState("ours" if found else "empty", revision=str(found[0]) if found else None))
-        if not found:
+        check(FileState("ours" if has_tables else "empty", schema=found))
+        if not has_tables:
             _make_tables(server_engine(location.url, _MIGRATION_S))
         return database
 
 
 _NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
-_VERSION = text("SELECT version_num FROM alembic_version")
 
 
 def _make_tables(engine: Engine) -> None:
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    with engine.execution_options(zftune_writes=True).begin() as connection:
+    with engine.execution_options(**{WRITES: True}).begin() as connection:
         wait_for_turn(connection)
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        Base.metadata.create_all(connection)
+        if connection.execute(_SCHEMA).first() is None:  # else somebody else had the turn before
+            connection.execute(insert(SchemaRow).values(number=SCHEMA))
 
 
 def wait_for_turn(connection: Connection) -> None:

@@ -52,11 +52,7 @@ def document_of(preset: Preset) -> dict[str, Any]:
 
 
 def check_preset(preset: Preset) -> None:
-    """Refuse a preset that could not be exported and read again.
-
-    Raises:
-        StoreError: says what is wrong with it.
-    """
+    """Refuse a preset that could not be exported and read again. Raises StoreError: says what is wrong with it."""
     try:
         _check(document_of(preset))
     except _FaultyDocument as fault:
@@ -64,10 +60,8 @@ def check_preset(preset: Preset) -> None:
 
 
 def read_preset(path: str | Path) -> Preset:
-    """The preset in a file; it is marked as imported.
-
-    Raises:
-        BadInputError: it cannot be read, is too large, or is not a valid preset; nothing was changed.
+    """The preset in a file; it is marked as imported. Raises BadInputError: it cannot be read, is too large, or is not
+    a valid preset; nothing was changed.
     """
     try:
         document = _parse(_read(path))

@@ -145,13 +145,9 @@ class Presets:
     _clock: Callable[[], float]
 
     def save_preset(self, preset: Preset) -> Preset:
-        """Keep a preset: a taken name gets a number; "" makes one from the model, the machine and the quality.
-
-        Returns:
-            It as it was kept: with its name and the time.
-
-        Raises:
-            StoreError: it could not be kept, or says what no preset may say.
+        """Keep a preset: a taken name gets a number; "" makes one from the model, the machine and the quality. Returns
+        it as it was kept: with its name and the time. Raises StoreError: it could not be kept, or says what no preset
+        may say.
         """
         wanted = preset.name or _name_for(preset)
         check_preset(replace(preset, name=wanted))
@@ -199,10 +195,8 @@ class Presets:
         return self._database.write(work)
 
     def record_comparison(self, name: str, *, won: bool) -> PresetState:
-        """Record a later comparison of a preset with another setting. After two losses it is withdrawn.
-
-        Returns:
-            Its state from now on; withdrawn where there is no such preset any more.
+        """Record a later comparison of a preset with another setting. After two losses it is withdrawn. Returns its
+        state from now on; withdrawn where there is no such preset any more.
         """
 
         def work(session: Session) -> PresetState:

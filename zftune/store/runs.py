@@ -45,7 +45,6 @@ from zftune.store.types import (
     Model,
     NewTrial,
     Progress,
-    Reaped,
     Run,
     RunRecord,
     RunState,
@@ -316,10 +315,8 @@ class Runs:
     def spare_trials(self, run_id: str) -> None:
         """Trials in flight are no crash if the training lives and only its writer has ended.
 
-        They may have been counted as dead already.
-
-        Raises:
-            StoreError: it could not be written, or the run is still running.
+        They may have been counted as dead already. Raises StoreError: it could not be written, or the run is still
+        running.
         """
 
         def work(session: Session) -> None:
@@ -330,10 +327,8 @@ class Runs:
         self._database.write(work)
 
     def resume_run(self, run_id: str, lease_s: float = LEASE_S) -> Run:
-        """Take over a run that was lost or finished; who held it before can write no more.
-
-        Raises:
-            StoreError: it could not be written, there is no such run, or it is still running, here or elsewhere.
+        """Take over a run that was lost or finished; who held it before can write no more. Raises StoreError: it could
+        not be written, there is no such run, or it is still running, here or elsewhere.
         """
         run = Run(run_id, secrets.token_hex(16))
         taken = self._living.take(run_id)
@@ -394,8 +389,9 @@ class Runs:
 
         self._database.write(work)
 
-    def reap(self) -> list[Reaped]:
-        """Close the runs whose process has ended: what was in flight is marked crashed, what was planned is void.
+    def reap(self) -> list[str]:
+        """Close the runs whose process has ended, and return them: what was in flight is marked crashed, what was
+        planned is void.
 
         A run that nobody has a lock on has ended; where there are no locks, one whose lease has ended. One whose daemon
         alone has ended goes on; what its training has written down of itself until it ended is taken into its account,
@@ -404,7 +400,7 @@ class Runs:
         """
         files = self._living.files()  # before it is read who runs: a file is there before its run
 
-        def work(session: Session) -> tuple[list[Reaped], set[str]]:
+        def work(session: Session) -> tuple[list[str], set[str]]:
             now, found, running = self._clock(), [], set()
             for run_id in runs_with_pulse(self._living):
                 self._take_beat(session, run_id)
@@ -416,11 +412,12 @@ class Runs:
                 beat = beat_of(self._living, row.run_id)
                 row.state = RunState.LOST
                 row.ended_unix_s = min(now, row.lease_until_unix_s if beat is None else beat.at_unix_s)
-                found.append(self._close_trials(session, row.run_id, in_flight=_fate(beat)))
+                self._close_trials(session, row.run_id, in_flight=_fate(beat))
+                found.append(row.run_id)
             return found, running
 
         found, running = self._database.write(work)
-        for run_id in {one.run_id for one in found} | (files - running):
+        for run_id in {*found} | (files - running):
             self._living.bury(run_id)
         return found
 
@@ -437,9 +434,9 @@ class Runs:
         if row is not None and beat is not None:
             row.account = asdict(account_of(row).taken(beat.process, beat.count))
 
-    def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> Reaped:
+    def _close_trials(self, session: Session, run_id: str, *, in_flight: TrialState) -> None:
         """End what is open in a run. A setting that was measured before stays so, unless it crashed."""
-        now, closed = self._clock(), {}
+        now = self._clock()
         session.flush()
         total = account_of(session.get_one(RunRow, run_id)).total
         about = {TAKEN_FOR_DEAD: True, "spent_s": round(total.spent_s, 3), "elapsed_s": round(total.seconds, 3)}
@@ -455,17 +452,14 @@ class Runs:
         for was, state in ((TrialState.IN_FLIGHT, in_flight), (TrialState.PLANNED, TrialState.VOID)):
             reason = _CRASH if state is TrialState.CRASHED else _VOID
             those = (TrialRow.run_id == run_id, TrialRow.state == was)
-            trials = list(session.scalars(select(TrialRow).where(*those).order_by(TrialRow.number)))
-            closed[was] = tuple(one.trial_id for one in trials)
-            numbers = [one.number for one in trials]
+            numbers = list(session.scalars(select(TrialRow.number).where(*those).order_by(TrialRow.number)))
             session.execute(update(TrialRow).where(*those).values(state=state, reason=reason, ended_unix_s=now))
             for number in numbers if state is TrialState.CRASHED else ():
                 _decide(session, run_id, Decision("crash", number, {**about, "because": "died"}), now)
-        return Reaped(run_id, closed[TrialState.IN_FLIGHT], closed[TrialState.PLANNED])
 
 
 def _fate(beat: Beat | None) -> TrialState:
-    """What became of the setting in flight where a training ended without goodbye: by its last words, if there are any.
+    """What became of the setting in flight where a training ended without goodbye, by its last words.
 
     A daemon may have been killed long before its training was; that went on under the incumbent.
     """
@@ -502,13 +496,6 @@ def _add_trial(session: Session, run: Run, trial: NewTrial, now: float) -> Trial
 
 def _numbered(session: Session, run: Run, number: int) -> TrialRow:
     return session.scalars(select(TrialRow).where(TrialRow.run_id == run.run_id, TrialRow.number == number)).one()
-
-
-def _trial(session: Session, run: Run, trial_id: int) -> TrialRow:
-    row = session.get(TrialRow, trial_id)
-    if row is None or row.run_id != run.run_id:
-        raise StoreError(f"trial {trial_id} is not of run '{run.run_id}'")
-    return row
 
 
 def _decide(session: Session, run_id: str, decision: Decision, now: float) -> None:

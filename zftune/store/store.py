@@ -82,8 +82,8 @@ class Store(Presets, Runs):
         return self._database.is_server
 
     def patient(self, seconds: float, hurry: threading.Event) -> AbstractContextManager[None]:
-        """Wait inside for a database server that is away, at most `seconds`; `hurry` ends it. For a thread that no
-        training waits for.
+        """Wait inside for a database server that is away, at most `seconds`, and for a file while it is locked; `hurry`
+        ends it. For a thread that no training waits for.
         """
         return self._database.patient(seconds, hurry)
 

@@ -160,6 +160,14 @@ def _enum(kind: type[enum.StrEnum], name: str) -> Enum:
     return Enum(kind, name=name, native_enum=False, create_constraint=True, length=16, values_callable=lambda _: values)
 
 
+class SchemaRow(Base):
+    """The one row that tells which tables these are."""
+
+    __tablename__ = "zftune_schema"
+
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
 class HardwareRow(Base):
     """A machine."""
 

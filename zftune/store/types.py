@@ -19,7 +19,7 @@ STALENESS: dict[Quality, int] = {"exact": 0, "published": 1, "loose": 2}
 Backend = Literal["zenflow", "deepspeed"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 DecisionKind = Literal[
-    "start", "adopt", "keep", "abort", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark",
+    "start", "adopt", "keep", "void", "crash", "stop", "hold", "reopen", "guard", "resume", "remark",
     "rollback", "memory", "movement", "pause", "unpause",
 ]  # fmt: skip
 
@@ -28,7 +28,7 @@ LEASE_S = 120.0
 
 
 class TrialState(enum.StrEnum):
-    """Where a trial stands. A trial ends in one of the last five and stays there."""
+    """Where a trial stands. A trial ends in one of the last four and stays there."""
 
     PLANNED = "planned"
     IN_FLIGHT = "in_flight"
@@ -40,8 +40,6 @@ class TrialState(enum.StrEnum):
     """The run ended without goodbye while it was in flight: not to be tried again."""
     VOID = "void"
     """Says nothing about the setting: throttling, a co-tenant, a run that ended before."""
-    ABORTED = "aborted"
-    """So much slower than the incumbent that it was not measured to its end."""
 
 
 class RunState(enum.StrEnum):
@@ -400,14 +398,3 @@ class Curve:
     points: tuple[CurvePoint, ...] = ()
     changes: tuple[KnobChange, ...] = ()
     """Oldest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reaped:
-    """A run whose process had ended without goodbye."""
-
-    run_id: str
-    crashed: tuple[int, ...]
-    """Trials that were in flight."""
-    void: tuple[int, ...]
-    """Trials that were only planned."""

@@ -15,36 +15,26 @@ _MOST_CHANGES = 256
 
 
 @dataclass(slots=True)
-class _Mean:
-    sum: float = 0.0
-    count: int = 0
-
-    def add(self, value: float | None, count: int = 1) -> None:
-        if value is not None and count:
-            self.sum += value * count
-            self.count += count
-
-    @property
-    def value(self) -> float | None:
-        return self.sum / self.count if self.count else None
-
-
-@dataclass(slots=True)
 class _Bucket:
+    """Consecutive steps: the last, how many were seen, and each figure's sum with the number of steps that it is of."""
+
     last: int = 0
     steps: int = 0
-    step_ms: _Mean = field(default_factory=_Mean)
-    loss: _Mean = field(default_factory=_Mean)
-    coverage: _Mean = field(default_factory=_Mean)
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float | None, count: int = 1) -> None:
+        if value is not None:
+            total, known = self.sums.get(name, (0.0, 0))
+            self.sums[name] = total + value * count, known + count
 
     def join(self, other: _Bucket) -> None:
         self.last, self.steps = max(self.last, other.last), self.steps + other.steps
-        for name in ("step_ms", "loss", "coverage"):
-            mean: _Mean = getattr(other, name)
-            getattr(self, name).add(mean.value, mean.count)
+        for name, (total, known) in other.sums.items():
+            self.add(name, total / known, known)
 
     def point(self) -> CurvePoint:
-        return CurvePoint(self.last, self.steps, self.step_ms.value, self.loss.value, self.coverage.value)
+        means = {name: total / known for name, (total, known) in self.sums.items()}
+        return CurvePoint(self.last, self.steps, **means)
 
 
 class CurveBuilder:
@@ -79,15 +69,15 @@ class CurveBuilder:
             self._last = step
             bucket = self._bucket(step)
             bucket.steps += 1
-            bucket.step_ms.add(step_ms)
-            bucket.coverage.add(coverage)
+            bucket.add("step_ms", step_ms)
+            bucket.add("coverage", coverage)
 
     def loss(self, step: int, loss: float) -> None:
         with self._lock:
             if self._first is None and step <= self._last:  # a run that is gone on with; its step is heard of later
                 self._forget(step)
                 self._last = step - 1
-            self._bucket(step).loss.add(loss)
+            self._bucket(step).add("loss", loss)
 
     def change(self, step: int, knobs: Mapping[str, Any]) -> None:
         """Take knobs that hold from a step on. What was known of it and of later steps is forgotten: it comes again."""
@@ -105,7 +95,7 @@ class CurveBuilder:
                 self._last = max(self._last, point.step)
                 known = _Bucket(point.step, point.steps)
                 for name in ("step_ms", "loss", "coverage"):
-                    getattr(known, name).add(getattr(point, name), max(1, point.steps))
+                    known.add(name, getattr(point, name), max(1, point.steps))
                 self._bucket(point.step).join(known)
             since, self._changes = tuple(self._changes), deque(maxlen=_MOST_CHANGES)
             for change in (*(one for one in curve.changes if first is None or one.step < first), *since):
@@ -142,9 +132,5 @@ class CurveBuilder:
             self._buckets = thinned
 
     def _forget(self, step: int) -> None:
-        self._buckets = _before(self._buckets, step)
+        self._buckets = {at: bucket for at, bucket in self._buckets.items() if bucket.last < step}
         self._changes = deque((one for one in self._changes if one.step < step), maxlen=_MOST_CHANGES)
-
-
-def _before(buckets: Mapping[int, _Bucket], step: int) -> dict[int, _Bucket]:
-    return {at: bucket for at, bucket in buckets.items() if bucket.last < step}

@@ -6,11 +6,10 @@ import atexit
 import functools
 import logging
 import os
-import queue
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
@@ -92,30 +91,13 @@ class SearchDriver:
         """Let go of everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What a training leaves open."""
-
-    preparing: Background[Prepared]
-    store: _OwnStore | None
-    """To be closed, too."""
-    pid: int
-
-    def close(self) -> None:
-        if os.getpid() != self.pid:
-            return  # in a fork's child it is the parent's
-        self.preparing.join(_JOIN_S)
-        if self.preparing.done and not self.preparing.failed and self.preparing.result.recorder is not None:
-            self.preparing.result.recorder.interrupt()
-        if self.store is not None:
-            self.store.close()
-
-
 class _OwnStore:
     """The user's own store, open or being opened: a training waits for no server, nor does its end."""
 
     def __init__(self) -> None:
-        self._opening = Background(_user_store, "zftune-store")
+        from zftune.store import open_store
+
+        self._opening = Background(open_store, "zftune-store")
         if meant_by(os.environ).url is None:
             self._opening.join(_OPEN_S)
 
@@ -129,15 +111,23 @@ class _OwnStore:
             self._opening.result.close()
 
 
-_thrown_away: queue.SimpleQueue[_Left] = queue.SimpleQueue()
-"""Of trainings that were thrown away: a finalizer may do no more than put it here."""
+_preparations: list[tuple[weakref.ref[LocalDriver], Background[Prepared], _OwnStore | None, int]] = []
+"""Of drivers that have not ended, with the process that each is of."""
 
 
 def close_thrown_away() -> None:
     """Close what thrown-away trainings have left open; before the next search, or where the process ends."""
-    while not _thrown_away.empty():
+    for entry in [one for one in _preparations if one[0]() is None]:
+        _preparations.remove(entry)
+        _, preparing, store, pid = entry
+        if os.getpid() != pid:
+            continue  # in a fork's child it is the parent's
         try:
-            _thrown_away.get_nowait().close()
+            preparing.join(_JOIN_S)
+            if preparing.done and not preparing.failed and preparing.result.recorder is not None:
+                preparing.result.recorder.interrupt()
+            if store is not None:
+                store.close()
         except Exception:
             _logger.exception("What an earlier training has left could not be closed.")
 
@@ -174,7 +164,6 @@ class LocalDriver(SearchDriver):
         self._prepared: Prepared | None = None
         self._counter: Counter | None = None
         self._told: set[Said] = set()
-        self._finalizer: weakref.finalize[Any, Any] | None = None
         _close_at_exit()
 
     def count_by(self, counter: Counter) -> None:
@@ -193,9 +182,7 @@ class LocalDriver(SearchDriver):
             return prepared
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
-        left = _Left(self._preparing, self._own_store, os.getpid())
-        self._finalizer = weakref.finalize(self, _thrown_away.put, left)
-        self._finalizer.atexit = False
+        _preparations.append((weakref.ref(self), self._preparing, self._own_store, os.getpid()))
 
     @property
     def begun(self) -> bool:
@@ -212,23 +199,15 @@ class LocalDriver(SearchDriver):
         return live_search(scene, prepared.search, recorder=prepared.recorder)
 
     def said(self) -> list[Said]:
-        found = [(logging.INFO, one) for one in self._reader.notices]
-        return self._new([*found, *((logging.WARNING, one) for one in self._wrong)])
-
-    @property
-    def _wrong(self) -> list[str]:
-        """Failures of the store."""
         recording = None if self._prepared is None else self._prepared.recording
-        return [] if recording is None else recording.wrong
-
-    def _new(self, found: list[Said]) -> list[Said]:
+        wrong = [] if recording is None else recording.wrong
+        found = [*((logging.INFO, one) for one in self._reader.notices), *((logging.WARNING, one) for one in wrong)]
         new = [one for one in dict.fromkeys(found) if one not in self._told]
         self._told.update(new)
         return new
 
     def end(self, ended: Ended) -> Iterator[Said]:
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        _preparations[:] = [one for one in _preparations if one[1] is not self._preparing]
         if self._prepared is None and self._preparing is not None:  # it was prepared, and never began
             self._preparing.join(_JOIN_S)
             if self._preparing.done and not self._preparing.failed:
@@ -248,7 +227,7 @@ class LocalDriver(SearchDriver):
             unfinished = not ended.over and not prepared.search.is_settled
             if not prepared.recording.finish_soon(prepared.search, unfinished=unfinished):
                 yield logging.WARNING, "The database server does not answer: the end of the run is not kept."
-            yield from self._new([(logging.WARNING, one) for one in self._wrong])
+            yield from (one for one in self.said() if one[0] == logging.WARNING)
 
     def close(self) -> None:
         if self._own_store is not None:
@@ -257,9 +236,3 @@ class LocalDriver(SearchDriver):
     def _take(self, prepared: Prepared) -> None:
         self._prepared, self.search = prepared, prepared.search
         self.run_id = None if prepared.recorder is None else prepared.recorder.run_id
-
-
-def _user_store() -> Store:
-    from zftune.store import open_store
-
-    return open_store()

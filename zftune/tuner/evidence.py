@@ -16,8 +16,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 BLOCK_STEPS = 16
 """Of a block, at least: a selection period."""
 MOST_BLOCK_STEPS = 64
@@ -28,8 +26,6 @@ EFFECT = 0.05
 """Standard deviation of true gains in the mixture: the test is most powerful there."""
 ERRORS = 2.0
 """Standard errors that are reported as noise."""
-_MOST_CORRELATION = 0.9
-_LEAST_FOR_CORRELATION = 8
 
 
 def block_steps(interval: int, wanted: int = BLOCK_STEPS) -> int:
@@ -127,32 +123,3 @@ def log_evidence(gains: Sequence[float], weights: Sequence[float], variance: flo
 def needed_evidence(order: int) -> float:
     """What `log_evidence` has to reach for the challenger number `order`, from 1."""
     return math.log(order * (order + 1) / WRONG)
-
-
-def error_of_mean(values: Sequence[float], interval: int) -> float | None:
-    """Standard error of the mean of `values`, one for each step in order; None where there are fewer than two.
-
-    Steps of a window of `interval` steps differ by their place in it, which is no noise. Where there are not two whole
-    windows all steps are taken as alike, which gives a larger error.
-    """
-    if len(values) < 2:
-        return None
-    rows = len(values) // interval
-    whole = np.asarray(values[: rows * interval] if rows >= 2 else values, dtype=np.float64)
-    windows = whole.reshape(rows, interval) if rows >= 2 else whole.reshape(-1, 1)
-    left = windows - windows.mean(axis=0)
-    variance = float((left**2).sum()) / (left.size - left.shape[1])
-    widths = left.std(axis=0)  # a place that varies more would hide how alike its neighbours are
-    series = (left / np.where(widths > 0, widths, 1.0)).ravel()
-    return math.sqrt(variance / len(values)) * _correlation_factor(series)
-
-
-def _correlation_factor(series: np.ndarray) -> float:
-    """By how much errors grow where neighbours are alike, as for an AR(1) process (bias corrected, Kendall 1954)."""
-    centred = series - series.mean()
-    power, steps = float((centred**2).sum()), len(series)
-    if power == 0.0 or steps < _LEAST_FOR_CORRELATION:
-        return 1.0
-    found = float((centred[1:] * centred[:-1]).sum()) / power
-    correlation = min(max((steps * found + 1) / (steps - 4), 0.0), _MOST_CORRELATION)
-    return math.sqrt((1 + correlation) / (1 - correlation))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -55,11 +53,7 @@ class Verdict:
 
 
 def change_knobs(optimizer: ZenFlowOptimizer, knobs: Mapping[str, Any]) -> Verdict:
-    """Change knobs, or say why they cannot be; with several ranks all call this after the same step.
-
-    Raises:
-        HostEngineError: host work failed.
-    """
+    """Change knobs, unless they are refused; with several ranks all call this after the same step."""
     begun = optimizer.steps > 0
     try:
         step = optimizer.set_knobs(**knobs)
@@ -86,13 +80,8 @@ def leave_tried(
 ) -> str:
     """Leave settings that were being tried when the loaded state was saved; with several ranks all call it.
 
-    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once.
-
-    Returns:
-        A sentence for the log; "": none were tried.
-
-    Raises:
-        HostEngineError: host work failed.
+    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once. Returns a sentence
+    for the log; "": none were tried.
     """
     kept, config = optimizer.kept_knobs, optimizer.config
     verdict = None if kept is None else agree(kept) if agree else change_knobs(optimizer, kept)
@@ -110,36 +99,28 @@ def leave_tried(
     return f"Back to the best settings so far ({changes}): the checkpoint was saved while others were tried."
 
 
-class Changes(ABC):
-    """Takes requests to change knobs, one at a time. No call waits for anybody but as training itself does."""
+class Changes:
+    """Changes an optimizer's knobs, one request at a time: at once. No call waits but as training itself does."""
 
-    _verdict: Verdict | None = None
+    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
+        self._optimizer = optimizer
+        self._verdict: Verdict | None = None
 
-    @abstractmethod
     def ask(self, knobs: Mapping[str, Any]) -> None:
         """Request a change; not before the last verdict was taken."""
+        self._verdict = change_knobs(self._optimizer, knobs)
 
     def verdict(self) -> Verdict | None:
         """The result of the last request, once; None: not known yet."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
-    def withdraw(self) -> None:  # noqa: B027 - what is done at once cannot be taken back
+    def withdraw(self) -> None:
         """The change is no longer wanted; there is a verdict all the same."""
 
     def ranks_ms(self) -> tuple[float, ...]:
         """Duration of the last steps of each rank without its waits in collectives; (): not known."""
         return ()
-
-
-class AtOnce(Changes):
-    """Changes the optimizer's knobs when asked to."""
-
-    def __init__(self, optimizer: ZenFlowOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def ask(self, knobs: Mapping[str, Any]) -> None:
-        self._verdict = change_knobs(self._optimizer, knobs)
 
 
 class UnmeasuredCounter:
@@ -179,30 +160,12 @@ class UnmeasuredCounter:
         return found
 
 
-class StolenTime:
-    """What other processes took from this thread, by the kernel's count of its waits for a core."""
-
-    def __init__(self) -> None:
-        self._before_ns = self._now_ns()
-        self._by_step: dict[int, float] = {}
-
-    def take(self, step: int) -> None:
-        now_ns = self._now_ns()
-        if now_ns is not None and self._before_ns is not None:
-            self._by_step[step] = (now_ns - self._before_ns) / 1e6
-        self._before_ns = now_ns
-        if len(self._by_step) > _KEPT_STEPS:
-            self._by_step.pop(min(self._by_step))
-
-    def of(self, step: int) -> float | None:
-        return self._by_step.get(step)
-
-    def _now_ns(self) -> int | None:
-        try:
-            text = Path("/proc/thread-self/schedstat").read_text(encoding="ascii")
-            return int(text.split()[1])
-        except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
-            return None
+def waited_ms() -> float | None:
+    """How long this thread has waited for a core so far, by the kernel's count; None: it is not counted here."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e6
+    except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,20 +245,18 @@ class Executor:
         """The best setting so far, as of the last answer."""
         self.gain: Gain | None = None
         """Of it over what the search began from, or over what had to take its place; None: it is one of these."""
-        self.overhead_s = 0.0
-        """Time spent in here by the training thread."""
         self.outside = UnmeasuredCounter()
         self.losses = scene.losses
         if self.losses is not None:
             self.losses.listen(worker.hear_loss)
-        self._start = start
-        self._tokens = scene.tokens
+        self._start, self._tokens, self._worker = start, scene.tokens, worker
         self._disturbance, self._on_change = scene.disturbance, scene.on_change
-        self._worker = worker
-        self._changes = scene.changes or AtOnce(optimizer)
+        self._changes = scene.changes or Changes(optimizer)
         self._handed = False
         """Whether the worker chooses the next request."""
-        self._stolen = None if optimizer.device.clock.simulated else StolenTime()
+        self._waited_ms = None if optimizer.device.clock.simulated else waited_ms()
+        self._taken_ms: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
+        """What other processes took from the training thread, by step."""
         self._applied = self._in_force()
         """None: windows have no known length."""
         self._from = self._seen = optimizer.steps
@@ -329,23 +290,6 @@ class Executor:
     def gain_share(self) -> float:
         """Share of the step time that counts as saved; 0 where there is no gain."""
         return 0.0 if self.gain is None else self.gain.share
-
-    def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Call it after each step, with its loss: a scalar on any device.
-
-        Returns:
-            Whether the search goes on. When it ends, the incumbent's knobs are set.
-
-        Raises:
-            HostEngineError: host work failed.
-        """
-        began = time.perf_counter()
-        if self._counts_steps:
-            self.counter.step(self._optimizer.device.clock.now(), 1, self._tokens)
-        try:
-            return self._on_step(loss)
-        finally:
-            self.overhead_s += time.perf_counter() - began
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         if self.losses is not None and not self.over:
@@ -387,7 +331,13 @@ class Executor:
             self.state = Resting()
             self._hand(replace(outcome, called_off=True))
 
-    def _on_step(self, loss: torch.Tensor | float | None) -> bool:
+    def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
+        """Call it after each step, with its loss, a scalar on any device; whether the search goes on.
+
+        When it ends, the incumbent's knobs are set.
+        """
+        if self._counts_steps:
+            self.counter.step(self._optimizer.device.clock.now(), 1, self._tokens)
         if self.over:
             return False
         if loss is not None:
@@ -396,8 +346,9 @@ class Executor:
         if wrong is not None:
             self.go_back(wrong)
             return False
-        if self._stolen is not None:
-            self._stolen.take(self._optimizer.steps)
+        if self._waited_ms is not None and (now_ms := waited_ms()) is not None:
+            self._taken_ms.append((self._optimizer.steps, now_ms - self._waited_ms))
+            self._waited_ms = now_ms
         self._settle()
         for stats in self._optimizer.history(after=self._seen):
             self._seen = stats.step
@@ -428,15 +379,12 @@ class Executor:
             self._worker.idle(self.outside.taken())
             self._end()
             return
-        if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest ones count
-            newest_ms = self._newest_ms() or request.incumbent_step_ms or 0.0
-            self._incumbent_step_s = newest_ms / 1e3 or None
+        if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest whole windows count
+            newest, interval = list(self._of_incumbent_ms), self.incumbent.update_interval
+            whole = newest[: len(newest) // interval * interval]
+            newest_ms = math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else request.incumbent_step_ms
+            self._incumbent_step_s = newest_ms / 1e3 if newest_ms else None
         self._ask(request.setting, request)
-
-    def _newest_ms(self) -> float | None:
-        interval, newest = self.incumbent.update_interval, list(self._of_incumbent_ms)
-        whole = newest[: len(newest) // interval * interval]
-        return math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else None
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         (before, self.incumbent), self.gain = (self.incumbent, incumbent), gain
@@ -460,14 +408,13 @@ class Executor:
         """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
         changing = self.state
         of_these = stats.step > self._from  # a whole window of theirs: that step closed one of other knobs
-        if not isinstance(changing, Changing) or not changing.stays or not stats.closed or not of_these:
-            return
-        self._from = stats.step
-        self._worker.applied(stats.step, changing.setting)
-        self._begin(changing)
+        if isinstance(changing, Changing) and changing.stays and stats.closed and of_these:
+            self._begin(changing, stats.step)
 
-    def _begin(self, changing: Changing) -> None:
-        """The knobs hold: measure under them where that is still wanted."""
+    def _begin(self, changing: Changing, step: int) -> None:
+        """The knobs hold after a step: measure under them where that is still wanted."""
+        self._from = step
+        self._worker.applied(step, changing.setting)
         self.state = Resting()
         if changing.request is not None:
             self.state = Block(changing.request, rates(self._optimizer.param_groups))
@@ -479,12 +426,11 @@ class Executor:
         if verdict is None or not isinstance(changing, Changing):
             return
         if verdict.step is not None:
-            self._from, self._applied = verdict.step, changing.setting
+            self._applied = changing.setting
             self.outside.change(verdict.step, challenges=changing.setting != self.incumbent)
-            self._worker.applied(verdict.step, changing.setting)
+            self._begin(changing, verdict.step)
             if self._on_change is not None:
                 self._on_change(verdict.step or 1, changing.setting.knobs())
-            self._begin(changing)
         elif changing.request is not None:
             between, reason = self.outside.taken(), verdict.refused or verdict.void
             status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
@@ -513,19 +459,14 @@ class Executor:
             if len(block.discarded) == request.discard:
                 self._disturbance()  # the change itself may look like one, and these do not count
         else:
-            self._keep(block, stats, step_ms)
+            block.steps.append(step_ms)
+            block.stats.append(stats)
+            block.taken += [taken_ms for step, taken_ms in self._taken_ms if step == stats.step]
+            if len(block.steps) == 1:
+                self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
         if len(block.steps) >= request.steps or request.ends_early(block.discarded, block.steps):
             disturbed = self._disturbance()
             self._hand(self._outcome(block, "measured" if disturbed is None else "void", disturbed or ""))
-
-    def _keep(self, block: Block, stats: StepStats, step_ms: float) -> None:
-        block.steps.append(step_ms)
-        block.stats.append(stats)
-        taken_ms = None if self._stolen is None else self._stolen.of(stats.step)
-        if taken_ms is not None:
-            block.taken.append(taken_ms)
-        if len(block.steps) == 1:
-            self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
 
     def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
         if challenges:
@@ -590,6 +531,7 @@ class Executor:
             self._hand(replace(self._void(recall.reason), called_off=True))
 
     def _restore(self) -> None:
+        """Have the incumbent run; a change under way has its verdict first."""
         if not self._optimizer.trains:
             return  # closed: no step will have them
         changing = self.state
@@ -597,12 +539,11 @@ class Executor:
             changing = self.state = Resting()
         if isinstance(changing, Changing):
             if changing.setting != self.incumbent:
-                self._changes.withdraw()  # its verdict comes first
+                self._changes.withdraw()
         elif self._applied != self.incumbent:
-            over = self.over
             self._ask(self.incumbent)
-            if over:
-                self.state = Over()
+            if isinstance(changing, Over):
+                self.state = changing
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import mul
-from typing import Any, Protocol
 
 import torch
 
 from zenflow import Device
 from zenflow.device import Transfer
 from zftune.emulation import EmulatedAccelerator
-from zftune.emulation.machines import MAX_LATE_SHARE
+from zftune.emulation.lateness import LateDisturbance
 from zftune.errors import BadInputError
 from zftune.telemetry import NvmlSampler
-
-_SLOWDOWNS = {
-    "hw_slowdown": "the GPU was slowed down by its hardware",
-    "sw_thermal_slowdown": "the GPU was slowed down because it was hot",
-    "hw_thermal_slowdown": "the GPU was slowed down because it was hot",
-    "hw_power_brake_slowdown": "the GPU was slowed down by its power supply",
-}
-_MOST_LATE = 0.005  # of the time: by so much an emulated accelerator's times may be off
+from zftune.telemetry.disturbance import GpuDisturbance
 
 
-class Watch(Protocol):
-    """Says that a measurement does not count."""
+class NoDisturbance:
+    """Watches over measurements, and the watch that sees nothing."""
 
     def __call__(self) -> str | None:
         """Why what was since it was asked last does not count, or None."""
+        return None
 
     def close(self) -> None:
         """End the watch."""
+
+
+Watch = NoDisturbance | GpuDisturbance | LateDisturbance
 
 
 def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
@@ -50,95 +45,6 @@ def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
     sampler = NvmlSampler()
     sampler.start()
     return GpuDisturbance(sampler, uuid)
-
-
-class NoDisturbance:
-    """Nobody watches."""
-
-    def __call__(self) -> str | None:
-        return None
-
-    def close(self) -> None:
-        return None
-
-
-class GpuDisturbance:
-    """What NVML saw of one GPU.
-
-    Args:
-        sampler: started; ends with this.
-        uuid: of the GPU; None: of all that are sampled.
-    """
-
-    def __init__(
-        self, sampler: NvmlSampler, uuid: str | None, *, clock_ns: Callable[[], int] = time.monotonic_ns
-    ) -> None:
-        self._sampler, self._clock_ns = sampler, clock_ns
-        self._uuids = None if uuid is None else [uuid]
-        self._begin_ns = clock_ns()
-        self._others: int | None = None
-        self._links: dict[str, int] = {}
-
-    def __call__(self) -> str | None:
-        begin_ns, self._begin_ns = self._begin_ns, self._clock_ns()
-        figures, _ = self._sampler.summary(begin_ns, self._begin_ns, self._uuids)
-        if figures is None:
-            return None
-        found = [self._slowed(figures), self._shared(figures), self._shifted(figures)]
-        return next((reason for reason in found if reason is not None), None)
-
-    def close(self) -> None:
-        self._sampler.stop()
-
-    def _slowed(self, figures: Mapping[str, Any]) -> str | None:
-        return next((_SLOWDOWNS[name] for name in figures["throttle_reasons"] or () if name in _SLOWDOWNS), None)
-
-    def _shared(self, figures: Mapping[str, Any]) -> str | None:
-        others = figures["other_processes"]
-        if others is None:
-            return None
-        self._others = others if self._others is None else min(self._others, others)
-        more = others - self._others
-        return None if more == 0 else f"the GPU was shared with {more} more process{'' if more == 1 else 'es'}"
-
-    def _shifted(self, figures: Mapping[str, Any]) -> str | None:
-        for name, word in (("pcie_gen", "generation"), ("pcie_width", "width")):
-            now = figures[name]
-            if now is None:
-                continue
-            best = self._links[name] = max(now, self._links.get(name, now))
-            if now < best:
-                return f"the PCIe link was shifted down to {word} {now} from {best}"
-        return None
-
-
-class LateDisturbance:
-    """Whether this machine was too slow for the emulated accelerator."""
-
-    def __init__(self, device: EmulatedAccelerator) -> None:
-        self._device = device
-        self._begin = device.mark()
-        self._before = self._now()
-
-    def __call__(self) -> str | None:
-        device, before = self._device, self._before
-        now, mark = self._now(), device.mark()
-        passed_s = device.elapsed_s(self._begin, mark)
-        late_s = -sum(min(0.0, margin) for margin in device.slack.margins_s[before[0] :])
-        host_s, late_host_s = now[1] - before[1], now[2] - before[2]
-        self._begin, self._before = mark, now
-        if late_s > _MOST_LATE * passed_s:
-            return f"this machine was late on the emulated accelerator by {late_s / passed_s:.1%} of the time"
-        if host_s and late_host_s > MAX_LATE_SHARE * host_s:
-            return f"this host was {late_host_s / host_s:.1%} slower than the emulated one"
-        return None
-
-    def close(self) -> None:
-        return None
-
-    def _now(self) -> tuple[int, float, float]:
-        slack = self._device.slack
-        return len(slack.margins_s), slack.host_s, slack.late_host_s
 
 
 def gpu_uuid(device: torch.device) -> str | None:
@@ -219,10 +125,8 @@ class Losses:
         self._early = []
 
     def add(self, step: int, loss: torch.Tensor | float) -> None:
-        """Take a loss, a scalar on any device or a number; does not wait for the device.
-
-        Raises:
-            BadInputError: it is more than one number.
+        """Take a loss, a scalar on any device or a number; does not wait for the device. Raises BadInputError: it is
+        more than one number.
         """
         if not isinstance(loss, torch.Tensor):
             self._waiting.append((step, float(loss), None))

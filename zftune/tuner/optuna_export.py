@@ -29,20 +29,14 @@ _OPTUNA_STATES = {
     TrialState.REJECTED: "COMPLETE",
     TrialState.CRASHED: "FAIL",
     TrialState.VOID: "FAIL",
-    TrialState.ABORTED: "PRUNED",
 }
 
 
 def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
-    """Write a study for each run (of `key`, if given) to a new SQLite file: parameters are the knobs that vary, the
-    value is the median step time, ms.
+    """Write a study for each run (of `key`, if given) to a new SQLite file, and return how many there are.
 
-    Returns:
-        How many studies there are.
-
-    Raises:
-        BadInputError: the file exists.
-        ZftuneError: it cannot be written, or the store cannot be read.
+    Parameters are the knobs that vary, the value is the median step time, ms. Raises BadInputError if the file exists,
+    ZftuneError if it cannot be written, or the store cannot be read.
     """
     target = Path(path)
     if target.exists():
@@ -70,10 +64,12 @@ def _write(store: Store, path: Path, runs: Iterable[RunRecord]) -> None:
     try:
         storage = optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
         for run in runs:
-            trials = store.trials(run.run_id)
-            study = optuna.create_study(storage=storage, study_name=_name(run), direction="minimize")
-            for name, value in _about(run).items():
-                study.set_user_attr(name, value)
+            key, trials = run.key, store.trials(run.run_id)
+            name = f"{key.model_id[:8]}-{key.hw_id[:8]}-{key.quality}-{run.run_id[:8]}"
+            study = optuna.create_study(storage=storage, study_name=name, direction="minimize")
+            about = {"value": "step_ms", "run_id": run.run_id, "state": run.state.value}
+            for attribute, value in {**about, "model_id": key.model_id, "hw_id": key.hw_id}.items():
+                study.set_user_attr(attribute, value)
             kinds = distributions([trial.knobs for trial in trials])
             study.add_trials(_frozen(trial, store.measurements(trial.trial_id), kinds) for trial in trials)
     except StorageInternalError as error:
@@ -85,20 +81,6 @@ def _write(store: Store, path: Path, runs: Iterable[RunRecord]) -> None:
             storage.engine.dispose()
 
 
-def _name(run: RunRecord) -> str:
-    return f"{run.key.model_id[:8]}-{run.key.hw_id[:8]}-{run.key.quality}-{run.run_id[:8]}"
-
-
-def _about(run: RunRecord) -> dict[str, Any]:
-    return {
-        "value": "step_ms",
-        "run_id": run.run_id,
-        "state": run.state.value,
-        "model_id": run.key.model_id,
-        "hw_id": run.key.hw_id,
-    }
-
-
 def distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
     """Distributions of the knobs that vary, over the settings tried."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -106,13 +88,12 @@ def distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistri
     found: dict[str, BaseDistribution] = {}
     for name in dict.fromkeys(name for setting in settings for name in setting):
         values: list[Any] = list(dict.fromkeys(setting.get(name) for setting in settings))
-        if len(values) < 2:
-            continue
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        kinds = {type(value) for value in values}
+        if len(values) > 1 and kinds == {int}:
             found[name] = IntDistribution(min(values), max(values))
-        elif all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        elif len(values) > 1 and kinds <= {int, float}:
             found[name] = FloatDistribution(min(values), max(values))
-        else:
+        elif len(values) > 1:
             found[name] = CategoricalDistribution(values)
     return found
 
@@ -130,15 +111,15 @@ def _frozen(
     state = OptunaState[_OPTUNA_STATES[trial.state]]
     if state is OptunaState.COMPLETE and value is None:
         state = OptunaState.FAIL
-    done = state.is_finished()
     frozen = create_trial(
         state=state,
-        value=value if state in (OptunaState.COMPLETE, OptunaState.PRUNED) else None,
+        value=value if state is OptunaState.COMPLETE else None,
         params={name: trial.knobs.get(name) for name in distributions},
         distributions=dict(distributions),
         user_attrs={"state": trial.state.value, "source": trial.source, "reason": trial.reason, "number": trial.number},
         constraints=None if trial.constraint is None else {"planner": trial.constraint},
     )
+    ended_unix_s = trial.ended_unix_s or trial.created_unix_s
     frozen.datetime_start = datetime.fromtimestamp(trial.created_unix_s)
-    frozen.datetime_complete = datetime.fromtimestamp(trial.ended_unix_s or trial.created_unix_s) if done else None
+    frozen.datetime_complete = datetime.fromtimestamp(ended_unix_s) if state.is_finished() else None
     return frozen

@@ -39,7 +39,7 @@ MOST_TALK_BYTES = 2048
 """Two settings as JSON take some 500."""
 PATIENCE_S = 60.0
 """How long ranks wait for one that is not there; then they tune no more."""
-_WORD = struct.Struct("<5q")
+_WORD = struct.Struct("<2q?2q")
 _LENGTH = struct.Struct("<q")
 _POLL_S = 0.01
 _VOID = "void"
@@ -75,27 +75,13 @@ class LeaderMessage:
     """Knobs to be left with at the end; None: as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMessages:
-    """All messages after a step."""
-
-    words: Sequence[RankMessage]
-    talk: LeaderMessage
-
-
 def room(ranks: int) -> torch.Tensor:
-    """The room for all ranks' messages, uint8: with `fill` each rank writes its own part, and the bytes' maxima are
-    everybody's.
-    """
+    """The room for all ranks' messages, uint8: each rank writes its own part, and the bytes' maxima are everybody's."""
     return torch.zeros(ranks * _WORD.size + MOST_TALK_BYTES, dtype=torch.uint8)
 
 
 def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage | None = None) -> None:
-    """Write a rank's part into a room of zeros; `talk` is rank 0's alone.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Write a rank's part into a room of zeros; `talk` is rank 0's alone. Raises ValueError if it is too long."""
     whole = room.numpy().data
     _WORD.pack_into(whole, rank * _WORD.size, *astuple(word))
     if talk is None:
@@ -108,17 +94,13 @@ def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage |
     whole[begin + _LENGTH.size : begin + _LENGTH.size + len(text)] = text
 
 
-def read(room: torch.Tensor) -> StepMessages:
+def read(room: torch.Tensor) -> tuple[list[RankMessage], LeaderMessage]:
     """The messages of all ranks, from a room that all have filled."""
     whole = room.numpy().data
     begin = len(whole) - MOST_TALK_BYTES
-    words = [
-        RankMessage(step, acknowledged, bool(leaves), wrong_at, own_us)
-        for step, acknowledged, leaves, wrong_at, own_us in _WORD.iter_unpack(whole[:begin])
-    ]
+    words = [RankMessage(*word) for word in _WORD.iter_unpack(whole[:begin])]
     (length,) = _LENGTH.unpack_from(whole, begin)
-    number, knobs, keeps = json.loads(bytes(whole[begin + _LENGTH.size : begin + _LENGTH.size + length]))
-    return StepMessages(words, LeaderMessage(number, knobs, keeps))
+    return words, LeaderMessage(*json.loads(bytes(whole[begin + _LENGTH.size : begin + _LENGTH.size + length])))
 
 
 class UnheardError(Exception):
@@ -126,11 +108,9 @@ class UnheardError(Exception):
 
 
 class RankChannel:
-    """Carries messages over torch.distributed's default group; all ranks make it at the same time. Waits `patience_s`
-    for an absent rank.
+    """Carries messages over torch.distributed's default group; all ranks make it at the same time.
 
-    Raises:
-        BadInputError: not all ranks have come, or there is no way to reach them.
+    Waits `patience_s` for an absent rank. Raises BadInputError if not all ranks have come, or cannot be reached.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -143,7 +123,12 @@ class RankChannel:
         self._store = distributed.distributed_c10d._get_default_store()
         # Which of this rank's it is: all ranks make as many.
         self._prefix = f"zftune/{self._store.add(f'zftune/of-rank-{self.rank}', 1)}"
-        self._await_all(patience_s)
+        ends_s, here = time.monotonic() + patience_s, self._store.add(f"{self._prefix}/here", 1)
+        while here < self.size:  # a group is made by all of them; nobody could be told any more who is missing then
+            if time.monotonic() > ends_s:
+                raise BadInputError(f"zftune.attach was called on {here} of {self.size} ranks; call it on all of them")
+            time.sleep(_POLL_S)
+            here = self._store.add(f"{self._prefix}/here", 0)
         self._group = distributed.new_group(backend="gloo", timeout=self._patience)
         names = hosts_of_ranks(self._group)
         self.company = WorldInfo(self.size, names.count(names[self.rank]), len(set(names)))
@@ -160,7 +145,7 @@ class RankChannel:
         except (RuntimeError, ValueError) as error:
             raise UnheardError(_line(error)) from error
 
-    def hear(self) -> StepMessages:
+    def hear(self) -> tuple[list[RankMessage], LeaderMessage]:
         """The last messages of all. Raises UnheardError, which others may not have got."""
         assert self._said is not None
         try:
@@ -192,16 +177,6 @@ class RankChannel:
             with suppress(RuntimeError, ValueError):
                 self._work.wait(timedelta(seconds=most_s))
 
-    def _await_all(self, most_s: float) -> None:
-        """A group is made by all of them; nobody could be told any more who is missing then."""
-        key = f"{self._prefix}/here"
-        ends_s = time.monotonic() + most_s
-        self._store.add(key, 1)
-        while (here := self._store.add(key, 0)) < self.size:
-            if time.monotonic() > ends_s:
-                raise BadInputError(f"zftune.attach was called on {here} of {self.size} ranks; call it on all of them")
-            time.sleep(_POLL_S)
-
 
 def hosts_of_ranks(group: Any = None) -> list[str]:
     """The names of the machines of the ranks, by rank; to be called on all of them. `group` None: torch's default."""
@@ -220,6 +195,7 @@ class KnobConsensus(Changes):
     """
 
     def __init__(self, optimizer: ZenFlowOptimizer, exchange: RankChannel, on_change: Change | None = None) -> None:
+        super().__init__(optimizer)
         self.over = False
         self.reason = ""
         """Why it is over, a sentence; "": this rank left."""
@@ -232,7 +208,7 @@ class KnobConsensus(Changes):
         """What a saved state was left for, a sentence; its reader empties it."""
         self.is_first = exchange.rank == _FIRST
         """Whether this rank proposes."""
-        self._optimizer, self._exchange, self._on_change = optimizer, exchange, on_change
+        self._exchange, self._on_change = exchange, on_change
         self._leaves = False
         self._round = 0
         self._open: LeaderMessage | None = None
@@ -242,8 +218,7 @@ class KnobConsensus(Changes):
         self._number = 0
         """Of the newest proposal of rank 0, there."""
         self._wish: Mapping[str, Any] | None = None
-        self._asked = False
-        """Whether there is a verdict to come."""
+        self._asked = False  # whether there is a verdict to come
         self._withdrawn = False
         self._applied: Mapping[str, Any] | None = None
         self._loaded = False
@@ -282,20 +257,16 @@ class KnobConsensus(Changes):
         self._exchange.close(most_s)
 
     def hear(self) -> None:
-        """Receive the messages of the step before, and do what was agreed.
-
-        Raises:
-            HostEngineError: host work failed.
-        """
+        """Receive the messages of the step before, and do what was agreed."""
         if self.over or self._round == 0:
             return
         try:
-            heard = self._exchange.hear()
+            words, talk = self._exchange.hear()
         except UnheardError as error:
             self._part(f"Tuning ended: not all ranks can be heard ({error}).")
         else:
             try:
-                self._act(heard)
+                self._act(words, talk)
             except UnheardError as error:  # of the store: without it training has ended, too
                 self._end(f"Tuning ended: the ranks cannot agree any more ({error}).")
         while self._untold and self._on_change is not None:
@@ -307,37 +278,37 @@ class KnobConsensus(Changes):
         self._round += 1
         acknowledges = self._open is not None and self._ready and not self._leaves and not self._withdrawn
         number = self._open.number if self._open is not None and acknowledges else 0
-        word = RankMessage(self._optimizer.steps, number, self._leaves, self.wrong_at, self._measured_us())
+        newest = self._optimizer.history(after=self._optimizer.steps - _LATE)
+        own_ms = [one.step_ms - (one.stall_ms or {}).get("comm", 0.0) for one in newest if one.step_ms]
+        own_us = round(1e3 * own_ms[-1]) if own_ms else 0
+        word = RankMessage(self._optimizer.steps, number, self._leaves, self.wrong_at, own_us)
+        talk = None
+        if self.is_first:
+            wish = None
+            if self._open is None and not self._leaves:
+                wish, self._wish = self._wish, None
+            self._number += wish is not None
+            talk = LeaderMessage(self._number, wish, self.keeps)
         try:
-            self._exchange.say(word, self._talk() if self.is_first else None)
+            self._exchange.say(word, talk)
         except UnheardError as error:
             self._part(f"Tuning ended: the other ranks cannot be reached ({error}).")
 
-    def _measured_us(self) -> int:
-        for one in reversed(self._optimizer.history(after=self._optimizer.steps - _LATE)):
-            if one.step_ms is not None and one.stall_ms is not None:
-                return round(1e3 * (one.step_ms - one.stall_ms.get("comm", 0.0)))
-        return 0
-
-    def _talk(self) -> LeaderMessage:
-        wish = None
-        if self._open is None and not self._leaves:
-            wish, self._wish = self._wish, None
-        if wish is not None:
-            self._number += 1
-        return LeaderMessage(self._number, wish, self.keeps)
-
     # --- the messages of a round -------------------------------------------------------------------------------------
 
-    def _act(self, heard: StepMessages) -> None:
-        words, talk = heard.words, heard.talk
+    def _act(self, words: Sequence[RankMessage], talk: LeaderMessage) -> None:
         proposal, self._open = self._open, None
         if len({word.step for word in words}) > 1:
             self._end("Tuning ended: the ranks have not taken the same steps.")
             return
         if all(word.own_us for word in words):
             self._own_us.append([word.own_us for word in words])
-        self.wrong = next((_wrong(rank, word.wrong_at) for rank, word in enumerate(words) if word.wrong_at), self.wrong)
+        wrong = (
+            went_wrong(word.wrong_at, f"the loss of rank {rank} is not a number or a spike")
+            for rank, word in enumerate(words)
+            if word.wrong_at
+        )
+        self.wrong = next(wrong, self.wrong)
         if not self.is_first:
             self.keeps = talk.keeps
         leaver = next((rank for rank, word in enumerate(words) if word.leaves), None)
@@ -421,7 +392,3 @@ class KnobConsensus(Changes):
     def _end(self, reason: str) -> None:
         self.over, self.reason, self._open = True, reason, None
         self._decide(Verdict(void="tuning has ended"))
-
-
-def _wrong(rank: int, step: int) -> str:
-    return went_wrong(step, f"the loss of rank {rank} is not a number or a spike")

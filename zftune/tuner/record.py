@@ -29,7 +29,6 @@ from zftune.store.types import (
     Preset,
     PresetState,
     Progress,
-    Quality,
     Query,
     Ratios,
     Run,
@@ -86,8 +85,8 @@ class StoreRecorder:
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
         """Keeps the counts of this process beside the rows; None: it does not train, or does not yet."""
-        self._ids: list[int] = []
         self._states: dict[int, TrialState] = {}
+        """Of the trials that are written down, by number."""
         self._notes = 0
         self.earlier_notes = 0
         """How many of the search's decisions are of earlier lives of the run."""
@@ -99,10 +98,6 @@ class StoreRecorder:
     def database(self) -> Path | None:
         """The file of the run; None: a server's, or none that lasts."""
         return self._store.path
-
-    @property
-    def is_kept(self) -> bool:
-        return self._store.is_kept
 
     @property
     def account(self) -> Account:
@@ -123,11 +118,8 @@ class StoreRecorder:
         """Bring a new search to the stored state of this run; its first request is the incumbent.
 
         `rate` is the highest learning rate of the training that continues. `is_another`: it begins with its first step,
-        so its loss curve is its own.
-
-        Raises:
-            StoreError: the store could not be read or written.
-            ZftuneError: the state is not that of such a search.
+        so its loss curve is its own. Raises StoreError: the store could not be read or written; ZftuneError: the state
+        is not that of such a search.
         """
         run_id = self._run.run_id
         rows, found = self._store.trials(run_id), self._store.search_state(run_id)
@@ -141,7 +133,6 @@ class StoreRecorder:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
         else:
             self.curve.join(self._store.curve(run_id))
-        self._ids = [row.trial_id for row in rows]
         self._states = {row.number: row.state for row in rows}
         self._notes = self.earlier_notes = len(search.notes)
         for row, trial in zip(rows, search.book.trials, strict=False):
@@ -165,7 +156,7 @@ class StoreRecorder:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Wait for a server that is away; a failure is a notice, and the end of writing."""
+        """Wait for a server that is away or a locked file; a failure is a notice, and the end of writing."""
         with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
             yield
 
@@ -180,7 +171,7 @@ class StoreRecorder:
                 self._tries(request.trial)
                 self._record(search, in_flight=request.trial)
                 self._runs = True
-            elif len(search.book.trials) > len(self._ids) or len(search.notes) > self._notes:
+            elif len(search.book.trials) > len(self._states) or len(search.notes) > self._notes:
                 self._record(search)
         if self.notices and challenges:
             self._tries(None)
@@ -204,16 +195,18 @@ class StoreRecorder:
 
     def write(self, search: Search) -> None:
         """Write down new decisions."""
-        if self.notices:
-            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._refuse()
         self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         """Record a command that does not concern the search. May be called from any thread."""
-        if self.notices:
-            raise ZftuneError(self.notices[-1].rstrip("."))
+        self._refuse()
         progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
         self._store.record(self._run, progress, self._kept)
+
+    def _refuse(self) -> None:
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
 
     def renew(self, lease_s: float) -> None:
         """Extend the run's lease by `lease_s`."""
@@ -277,17 +270,16 @@ class StoreRecorder:
         if in_flight is not None:
             states[in_flight] = (TrialState.IN_FLIGHT, None)
         progress = Progress(
-            trials=tuple(_new(one) for one in trials[len(self._ids) :]),
+            trials=tuple(_new(one) for one in trials[len(self._states) :]),
             states=states,
             measured=None if measured is None else (measured[0].trial, _row(*measured)),
             decisions=tuple(self._decisions(search)),
             search=state_adapter().dump_python(search.known, mode="json"),
         )
         made = self._store.record(self._run, progress, self._kept)
-        first = len(self._ids)
+        first = len(self._states)
         if [one.number for one in made] != list(range(first, first + len(made))):
             raise ZftuneError(f"trial {first} became another row: another process writes to this run")
-        self._ids += [one.trial_id for one in made]
         self._states |= {one.number: one.state for one in made}
         self._states |= {number: state for number, (state, _) in states.items()}
         self._notes = len(search.notes)
@@ -356,40 +348,18 @@ def _row(request: Request, outcome: Outcome) -> Measurement:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """The model and how it is trained: with the machine it is the key of a preset."""
+def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> Model:
+    """A model of this process as the store keeps it."""
+    from zftune.telemetry.fingerprint import model_id
 
-    model: Model
-    """Its `dtype` is given."""
-    micro_batch: int
-    sequence: int
-    rig: str | None = None
-    stage: int = 0
-    """ZeRO stage; 0 where there is no ZeRO."""
-    world_size: int = 1
-    nodes: int = 1
-    shards: int = 1
-    """Ranks that share each weight by rows."""
-    checkpointing: bool = False
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, dtype: dtype, *, micro_batch: int, sequence: int, name: str | None = None, **more: Any
-    ) -> RunFacts:
-        """Facts of a model in this process: sequences of a rank's pass, and tokens of a sequence."""
-        from zftune.telemetry.fingerprint import model_id, recomputes
-
-        parameters = list(module.parameters())
-        model = Model(
-            model_id=model_id(module),
-            name=name,
-            parameters=sum(one.numel() for one in parameters),
-            trainable=sum(one.numel() for one in parameters if one.requires_grad),
-            dtype=str(dtype).removeprefix("torch."),
-        )
-        checkpointing = recomputes(module)
-        return cls(model=model, micro_batch=micro_batch, sequence=sequence, checkpointing=checkpointing, **more)
+    parameters = list(module.parameters())
+    return Model(
+        model_id=model_id(module),
+        name=name,
+        parameters=sum(one.numel() for one in parameters),
+        trainable=sum(one.numel() for one in parameters if one.requires_grad),
+        dtype=str(dtype).removeprefix("torch."),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,21 +387,14 @@ class MachineInfo:
 class Recording:
     """One run, and the presets of its key. A failure of the store is no error here but a sentence in `notices`."""
 
-    def __init__(self, store: Store, facts: RunFacts, quality: Quality, here: MachineInfo | None = None) -> None:
+    def __init__(self, store: Store, key: Key, model: Model, here: MachineInfo) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
         self.ratios: Ratios | None = None
         """Measured here; a preset is found by them on other machines."""
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
-        self._store, self._model = store, facts.model
-        self._here = here or MachineInfo.now(facts.rig)
-        self.key = Key(
-            model_id=facts.model.model_id, hw_id=self._here.hardware.hw_id, backend="zenflow", stage=facts.stage,
-            dtype=facts.model.dtype or "unknown", world_size=facts.world_size, nodes=facts.nodes,
-            shards=facts.shards, micro_batch=facts.micro_batch, sequence=facts.sequence,
-            checkpointing=facts.checkpointing, quality=quality,
-        )  # fmt: skip
+        self.key, self._store, self._model, self._here = key, store, model, here
 
     @property
     def wrong(self) -> list[str]:
@@ -450,10 +413,9 @@ class Recording:
 
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
-        hardware = self._here.hardware
-        query = Query(key=self.key, ratios=self.ratios, usable_cores=self._here.usable_cores, rig=hardware.rig)
+        rig, cores = self._here.hardware.rig, self._here.usable_cores
         try:
-            return self._store.find_preset(query)
+            return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
@@ -494,10 +456,8 @@ class Recording:
     ) -> StoreRecorder | None:
         """Continue a run with a new search that has the old one's arguments; it is brought to the old one's state.
 
-        `is_another`: another training continues it from its first step, with a loss curve of its own.
-
-        Returns:
-            None where it could not be resumed: `search` is of no use then.
+        `is_another`: another training continues it from its first step, with a loss curve of its own. Returns none
+        where it could not be resumed: `search` is of no use then.
         """
         taken = None
         try:
@@ -520,9 +480,7 @@ class Recording:
         further.
 
         `own` is the setting it begins with, where the movement was not measured and another training found the best.
-
-        Returns:
-            What replaces the best settings so far, and why, a sentence; "": they hold.
+        Returns what replaces the best settings so far, and why, a sentence; "": they hold.
         """
         seen, space, late = len(search.notes), search.space, search.book.incumbent
         if here.movement_percent is not None:
@@ -581,9 +539,12 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        if not unfinished:
+        won = None if self._stake is None or unfinished else stake_won(search, self._stake[1])
+        if self._stake is not None and won is not None:  # the preset that was measured again was compared
             with noting(self.notices, StoreError):
-                self._judge_preset(search)
+                if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
+                    name = self._stake[0]
+                    self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
@@ -597,13 +558,6 @@ class Recording:
         thread.join(_FINISH_S)
         return not thread.is_alive()
 
-    def keep_preset(self, search: Search) -> None:
-        """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
-        try:
-            self._keep_preset(search)
-        except (StoreError, ValueError) as error:
-            self.notices.append(f"The settings were not kept as a preset: {error}.")
-
     def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
         """Withdraw a setting from every preset of this key."""
         for one in self._presets_of(setting):
@@ -613,13 +567,12 @@ class Recording:
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
         return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
-    def _judge_preset(self, search: Search) -> None:
-        """Write down whether the preset that was measured again was the best, if it was compared with anything."""
-        won = None if self._stake is None else stake_won(search, self._stake[1])
-        if self._stake is None or won is None:
-            return
-        if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
-            self.notices.append(f"Preset {self._stake[0]} was slower in two later comparisons and is withdrawn.")
+    def keep_preset(self, search: Search) -> None:
+        """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
+        try:
+            self._keep_preset(search)
+        except (StoreError, ValueError) as error:
+            self.notices.append(f"The settings were not kept as a preset: {error}.")
 
     def _keep_preset(self, search: Search) -> None:
         book = search.book

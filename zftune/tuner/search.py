@@ -312,7 +312,7 @@ class Search:
         if unit.before is None or unit.blocks:
             role: Role = "a1" if unit.before is None else "a2"
             steps = block_steps(incumbent.setting.update_interval, unit.size)
-            return Request(incumbent.setting, role, incumbent.number, 0, steps, 0)
+            return Request(incumbent.setting, role, incumbent.number, 0, steps)
         window = challenger.setting.update_interval
         size, usual_ms = block_steps(window, unit.size), math.exp(unit.before.wall)
         left_s = self.cost.allowed_s - self.cost.spent_s - self.cost.change_s

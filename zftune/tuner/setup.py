@@ -12,24 +12,38 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from zenflow import ConfigError, StepStats, ZenFlowConfig
+from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import ranks_with_rows
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import BadInputError, ZftuneError
-from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES
+from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, choose, limits
+from zftune.planner.closed_form import predict
+from zftune.planner.machine import UNLIMITED, machine_of
+from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.planner.rates import Rates
 from zftune.quality import assumed_coverage, at_full_rate, highest_rate, movement_percent, rate_at_full, rates
-from zftune.store.types import Match, Quality, Ratios, RunRecord
+from zftune.store.types import Key, Match, Model, Quality, Ratios, RunRecord
 from zftune.tuner import messages
-from zftune.tuner.forecast import MeasuredCoverage, PlannerForecast, forecast_for, measured_coverage, rig_machine
 from zftune.tuner.pace import Load, Pace, busy_ms, changed, ratios_of
-from zftune.tuner.record import MachineInfo, Recording, RunFacts, StoreRecorder, search_settings
+from zftune.tuner.record import MachineInfo, Recording, StoreRecorder, search_settings, trained_model
 from zftune.tuner.search import Search, SearchOptions
-from zftune.tuner.space import TRAJECTORY_KNOBS, Forecast, Forecaster, Setting, Space, space_for, unsearched
+from zftune.tuner.space import (
+    TOPK_RATIOS,
+    TRAJECTORY_KNOBS,
+    Forecast,
+    Forecaster,
+    Setting,
+    Space,
+    space_for,
+    unsearched,
+)
 from zftune.tuner.states import LEARNING_RATE
 from zftune.words import shares
 
@@ -40,6 +54,7 @@ Make = Callable[[Setting, SearchOptions], Search]
 """Makes the search that begins from a setting."""
 _KEPT = ("select_interval", "deferred_update")  # no search changes them: they stay as the user has them
 _LOWER_RATIOS = (0.4, 0.6, 0.8, 0.9)
+_KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
 _FEW_CORES = 4  # fewer usable cores leave no choice of threads
 _logger = logging.getLogger("zftune")
 
@@ -76,6 +91,17 @@ class TuneRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredCoverage:
+    """Coverage at some ratios, and between them on straight lines. Plain data, so that it can be sent."""
+
+    ratios: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def __call__(self, topk_ratio: float) -> float:
+        return float(np.interp(topk_ratio, self.ratios, self.shares))
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStats:
     """What the warm-up showed."""
 
@@ -98,9 +124,13 @@ class WarmupStats:
 
     @property
     def coverage(self) -> MeasuredCoverage | None:
-        curves = [one.coverage_curve for one in self.steps if one.coverage_curve is not None]
-        found, _ = measured_coverage(curves, (self.config.topk_ratio,))
-        return found if isinstance(found, MeasuredCoverage) else None
+        """By the live model's selections, exact at its own ratio; None: none of them could be measured."""
+        curves = [one.coverage_curve for one in self.steps]
+        known = [curve for curve in curves if curve is not None and curve.at(1.0) is not None]
+        if not known:
+            return None
+        knots = tuple(sorted({*TOPK_RATIOS, *_KNOTS, self.config.topk_ratio}))
+        return MeasuredCoverage(knots, tuple(statistics.fmean(one.at(knot) or 0.0 for one in known) for knot in knots))
 
     @property
     def movement_percent(self) -> float | None:
@@ -113,8 +143,9 @@ class TrainingFacts:
     """A training that warmed up."""
 
     wishes: TuneRequest
-    run: RunFacts | None
-    """None, as `here`: nothing is remembered of it."""
+    key: Key | None
+    """What runs and presets are kept by; None, as `trained` and `here`: nothing is remembered of it."""
+    trained: Model | None
     here: MachineInfo | None
     config: ZenFlowConfig
     has_loss: bool
@@ -176,21 +207,25 @@ class Reader:
 
     def facts(self, seen: WarmupStats) -> TrainingFacts:
         """Read them from the warm-up; may be called from any thread."""
+        from zftune.telemetry.fingerprint import recomputes
+
         rig, wishes = self._rig, self._wishes
         # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
         shards = self._company.ranks if self._partitioned else ranks_with_rows(self._groups[0]["params"][0])
         company = replace(self._company, shards=shards, keeps_whole=self._partitioned)
-        name, run, here = self._name or _name_of(self.module), None, None
+        name, key, trained, here = self._name or _name_of(self.module), None, None, None
         if self._remembered:
-            here = self._here()
-            run = RunFacts.of(
-                self.module, self._dtype, micro_batch=wishes.micro_batch, sequence=wishes.sequence,
-                name=name, rig=None if rig is None else rig.name, stage=wishes.zero_stage,
-                world_size=company.ranks, nodes=company.nodes, shards=company.shards,
+            here, trained = self._here(), trained_model(self.module, self._dtype, name)
+            key = Key(
+                model_id=trained.model_id, hw_id=here.hardware.hw_id, backend="zenflow", stage=wishes.zero_stage,
+                dtype=trained.dtype or "unknown", world_size=company.ranks, nodes=company.nodes, shards=shards,
+                micro_batch=wishes.micro_batch, sequence=wishes.sequence, checkpointing=recomputes(self.module),
+                quality=wishes.quality,
             )  # fmt: skip
         return TrainingFacts(
             wishes=wishes,
-            run=run,
+            key=key,
+            trained=trained,
             here=here,
             config=seen.asked or seen.config,
             has_loss=seen.has_loss,
@@ -212,10 +247,9 @@ class Reader:
 
     def _here(self) -> MachineInfo:
         """With the cores that are this rank's."""
-        found = MachineInfo.now(None if self._rig is None else self._rig.name)
-        if self._company.here == 1 or found.usable_cores is None:
-            return found
-        return replace(found, usable_cores=max(1.0, found.usable_cores // self._company.here))
+        found, ranks = MachineInfo.now(None if self._rig is None else self._rig.name), self._company.here
+        cores = found.usable_cores
+        return found if ranks == 1 or cores is None else replace(found, usable_cores=max(1.0, cores // ranks))
 
     def _measured(self, device: torch.device) -> Machine | None:
         _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
@@ -388,6 +422,80 @@ def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannerForecast:
+    """Predictions for one model, machine and job.
+
+    Args:
+        counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
+    """
+
+    model: ModelFacts
+    machine: Machine
+    job: Job
+    rates: Rates
+    base: ZenFlowConfig
+    counted: bool = False
+
+    def __call__(self, setting: Setting) -> Forecast:
+        config = setting.config(self.base)
+        found = predict(self.model, self.machine, self.job, config, rates=self.rates)
+        device, host = limits(self.machine)
+        needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
+        excess, place = max(zip(needs, ("GPU", "host"), strict=True))
+        ranks = self.job.ranks
+        on_device = state_bytes(self.model, config, ranks=ranks) if self.counted else found.memory.device_bytes
+        bytes_of = (on_device, found.memory.host_bytes // self.job.gpus)  # of a rank
+        if excess <= 1:
+            return Forecast(found.step_ms, *bytes_of)
+        return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")
+
+    def planned(self, space: Space, *, least_ratio: float) -> list[Setting]:
+        """The planner's choices within a space, best first; an offload ratio below `least_ratio` would take more GPU
+        memory.
+        """
+        choices = choose(
+            self.model, self.machine, self.job, budget=space.budget, coverage=space.coverage, rates=self.rates
+        )
+        own = {name: getattr(space.base, name) for name in (*_KEPT, "host_threads")}
+        settings = (replace(Setting.of(config), **own) for config, _ in choices if config.offload_ratio >= least_ratio)
+        return [setting for setting in dict.fromkeys(settings) if space.violation(setting) is None]
+
+
+def forecast_for(
+    model: ModelFacts, machine: Machine, job: Job, base: ZenFlowConfig, *, company: WorldInfo, rig: Rig | None = None
+) -> PlannerForecast:
+    """The planner for a training on one rank or several.
+
+    Ranks that share weights by rows, or their state alone, are one job of the planner's, and have their part of what
+    all ranks of a machine share. Where they share nothing, each is a job. `rig`: each rank has one.
+    """
+    gpus = min(company.shards, company.here)
+    job = replace(job, gpus=gpus, nodes=-(-company.shards // gpus), stage=2 if company.keeps_whole else 3)
+    share = gpus / company.here
+    machine = replace(
+        machine,
+        gpus=gpus,
+        host_gbps=machine.host_gbps * share,
+        host_update_gelements_s=machine.host_update_gelements_s * share,
+        host_memory_bytes=int(machine.host_memory_bytes * share),
+    )
+    if rig is not None:
+        replicas = company.ranks // company.shards if company.shards > 1 else 1
+        rates = Rates.of_rig(rig, model.element_bytes, ranks=job.ranks, replicas=replicas, keeps_whole=job.keeps_whole)
+        return PlannerForecast(model, machine, job, rates, base, counted=True)
+    rates = Rates.of(model, machine, job)
+    if job.compute_ms is not None:  # what was measured has the ranks' collectives in it
+        rates = replace(rates, comm_gbps=None)
+    return PlannerForecast(model, machine, job, rates, base)
+
+
+def rig_machine(rig: Rig) -> Machine:
+    """An emulated accelerator as a machine: its rates, and this host's memory."""
+    host_bytes = available_host_bytes() or UNLIMITED
+    return machine_of(rig.name, "emulated accelerator", Rates.of_rig(rig), host_memory_bytes=host_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class NoForecast:
     """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured."""
 
@@ -408,11 +516,15 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
 
     `run_id` names a training that may have been tuned before; None: a new run gets some name.
     """
+    from zftune.telemetry import hardware
+
     wishes, base = facts.wishes, Setting.of(facts.config)
+    cores = int((hardware()["usable_cores"] if facts.here is None else facts.here.usable_cores) or 1)
+    lower = _LOWER_RATIOS if wishes.tune_memory else ()  # they take more GPU memory
     space = space_for(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
-        threads=thread_choices(_usable_cores() if facts.here is None else facts.here.usable_cores),
-        offload_ratios=ratio_choices(base, tune_memory=wishes.tune_memory),
+        threads=sorted({cores // 4, cores // 2, 3 * cores // 4}) if cores >= _FEW_CORES else (),
+        offload_ratios=sorted({*lower, 1.0, base.offload_ratio}),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
     )  # fmt: skip
@@ -435,8 +547,8 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
         return search
 
     recording = None
-    if store is not None and facts.run is not None:
-        recording = Recording(store, facts.run, wishes.quality, facts.here)
+    if store is not None and facts.key is not None and facts.trained is not None and facts.here is not None:
+        recording = Recording(store, facts.key, facts.trained, facts.here)
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
@@ -457,22 +569,3 @@ def _forecast(facts: TrainingFacts, start: Setting) -> Forecaster:
     measured_ms = facts.compute_ms if facts.rig is None else 0.0
     job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)
     return forecast_for(facts.model, machine, job, facts.config, company=facts.company, rig=facts.rig)
-
-
-def _usable_cores() -> float | None:
-    from zftune.telemetry import hardware
-
-    cores: float | None = hardware()["usable_cores"]
-    return cores
-
-
-def thread_choices(usable_cores: float | None) -> tuple[int, ...]:
-    """Choices for the host engine's threads; none: they stay."""
-    cores = int(usable_cores or 1)
-    return tuple(sorted({cores // 4, cores // 2, 3 * cores // 4})) if cores >= _FEW_CORES else ()
-
-
-def ratio_choices(base: Setting, *, tune_memory: bool) -> list[float]:
-    """Choices for `offload_ratio`: a lower one takes more GPU memory, and needs `tune_memory`."""
-    lower = _LOWER_RATIOS if tune_memory else ()
-    return sorted({*(ratio for ratio in (*lower, 1.0) if ratio > base.offload_ratio or lower), base.offload_ratio})

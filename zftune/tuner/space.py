@@ -64,30 +64,18 @@ class Setting:
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Setting:
-        """The setting of a configuration.
-
-        Raises:
-            BadInputError: its update interval is "auto", which has no window of a known length to measure.
+        """The setting of a configuration. Raises BadInputError: its update interval is "auto", which has no window of a
+        known length to measure.
         """
         if config.update_interval == "auto":
             raise BadInputError("update_interval is 'auto'; it must be an integer: a search sets it itself")
-        return cls(
-            topk_ratio=config.topk_ratio,
-            update_interval=config.update_interval,
-            select_interval=config.select_interval,
-            apply_lag=config.lag,
-            offload_ratio=config.offload_ratio,
-            deferred_update=config.deferred_update,
-            host_threads=config.host_threads,
-            overlap_step=config.overlap_step,
-        )
+        knobs: dict[str, Any] = {name: getattr(config, name) for name in _NAMES}
+        return cls(**{**knobs, "apply_lag": config.lag})
 
     @classmethod
     def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
-        """From `knobs()`, such as the store keeps.
-
-        Raises:
-            BadInputError: a knob is missing or unknown, or has a value that is not allowed.
+        """From `knobs()`, such as the store keeps. Raises BadInputError: a knob is missing or unknown, or has a value
+        that is not allowed.
         """
         if set(knobs) != set(cls.__dataclass_fields__):
             raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
@@ -229,7 +217,8 @@ class Space:
         return replace(self.base, **values, apply_lag=lag)
 
     def indices(self, setting: Setting) -> dict[str, int]:
-        values = {**setting.knobs(), "lag_share": _share(setting)}
+        windows = setting.update_interval - 1
+        values = {**setting.knobs(), "lag_share": (setting.apply_lag - 1) / windows if windows else 1.0}
         return {one.name: _nearest(one.choices, values[one.name]) for one in self.dimensions}
 
     @property
@@ -250,9 +239,7 @@ class Space:
                 yield setting
 
     def moving(self, movement_percent: float, rate: float | None = None) -> Space:
-        """The same space with lateness bounded by the weights' movement in a step, in percent of their norm, at a
-        learning rate.
-        """
+        """The same space with lateness bounded by how far a step moves the weights, % of their norm, at a rate."""
         if self.fixed_because:
             return self
         budget = most_late_steps(self.quality, movement_percent)
@@ -269,13 +256,9 @@ class Space:
                     return found
         return replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
 
-    def mean_staleness_steps(self, setting: Setting) -> float:
-        """Of deferred columns, under the schedule of the runtime that trains."""
-        return setting.mean_staleness_steps
-
     def cost(self, setting: Setting) -> float:
         """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""
-        return (1.0 - self.coverage(setting.topk_ratio)) * self.mean_staleness_steps(setting)
+        return (1.0 - self.coverage(setting.topk_ratio)) * setting.mean_staleness_steps
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
@@ -283,14 +266,10 @@ class Space:
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
         excess = cost / self.budget - 1 if self.budget else cost
-        moved, mean, deferred = (
-            self.movement_percent,
-            self.mean_staleness_steps(setting),
-            1 - self.coverage(setting.topk_ratio),
-        )
+        moved, mean = self.movement_percent, setting.mean_staleness_steps
         if moved is None:
             reason = (
-                f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {deferred:.0%}, the "
+                f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {cost / mean:.0%}, the "
                 f"share of the gradient that is deferred), and quality {self.quality} allows {self.budget:.2f}"
             )
         else:
@@ -315,61 +294,43 @@ def space_for(
     movement_percent: float | None = None,
     movement_rate: float | None = None,
 ) -> Space:
-    """The space of a quality.
+    """The space of a quality, around the setting that the user has; movements are as of `Space`.
 
     Args:
-        base: the setting that the user has.
         quality: "exact": the plain optimizer's trajectory; "published": as stale as the base; "loose": twice that. Of
             a known movement: by what it adds to the loss.
-        coverage: measured on the live model (or assumed), for every k.
         has_loss: whether a loss guard can watch over the training; trajectory knobs are fixed without.
         threads: choices for the host engine's threads; none: they stay.
-        offload_ratios: choices; a single one where memory forbids others.
         zenflow_section: whether the base's trajectory knobs are the user's own choice, not a default.
-        movement_percent: how far a step moves the deferred weights; None: not measured.
-        movement_rate: the learning rate that this is told at; None: not known.
     """
     speed = Dimension("offload_ratio", tuple(offload_ratios)), Dimension("host_threads", tuple(threads))
-    if quality == "exact":
-        return _exact(base, coverage, speed)
+    if quality == "exact":  # without staleness the split between the tiers, too, changes nothing but the speed
+        split = Dimension("topk_ratio", tuple(sorted({*TOPK_RATIOS, base.topk_ratio})))
+        return Space(
+            base=replace(base, update_interval=1, apply_lag=1, overlap_step=False), quality="exact",
+            dimensions=_open((split, *speed)), budget=0.0, coverage=coverage,
+            fixed_because="exact keeps the plain optimizer's trajectory",
+        )  # fmt: skip
     space = Space(base=base, quality=quality, dimensions=(), budget=0.0, coverage=coverage)
     if not has_loss:
         return replace(space, dimensions=_open(speed), budget=space.cost(base), fixed_because=_NO_LOSS)
     budget = STALENESS[quality] * space.cost(base if zenflow_section else PUBLISHED)
-    free = replace(
-        space, base=replace(base, overlap_step=True), dimensions=_open((*_trajectory(), *speed)), budget=budget
+    trajectory = (
+        Dimension("topk_ratio", TOPK_RATIOS),
+        Dimension("update_interval", UPDATE_INTERVALS),
+        Dimension("lag_share", LAG_SHARES),
     )
+    own = replace(base, overlap_step=True)
+    free = replace(space, base=own, dimensions=_open((*trajectory, *speed)), budget=budget)
     if movement_percent is None:
         return free
     bounded = free.moving(movement_percent, movement_rate)
     return replace(bounded, base=bounded.earlier(bounded.base))
 
 
-def _exact(base: Setting, coverage: Coverage, speed: Sequence[Dimension]) -> Space:
-    """Without staleness the split between the tiers, too, changes nothing but the speed."""
-    base = replace(base, update_interval=1, apply_lag=1, overlap_step=False)
-    split = Dimension("topk_ratio", tuple(sorted({*TOPK_RATIOS, base.topk_ratio})))
-    return Space(
-        base=base, quality="exact", dimensions=_open((split, *speed)), budget=0.0, coverage=coverage,
-        fixed_because="exact keeps the plain optimizer's trajectory",
-    )  # fmt: skip
-
-
 def _open(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:
     """Those that leave a choice."""
     return tuple(one for one in dimensions if len(one.choices) > 1)
-
-
-def _trajectory() -> list[Dimension]:
-    return [
-        Dimension("topk_ratio", TOPK_RATIOS),
-        Dimension("update_interval", UPDATE_INTERVALS),
-        Dimension("lag_share", LAG_SHARES),
-    ]
-
-
-def _share(setting: Setting) -> float:
-    return 1.0 if setting.update_interval == 1 else (setting.apply_lag - 1) / (setting.update_interval - 1)
 
 
 def _nearest(choices: Sequence[Any], value: Any) -> int:

@@ -317,7 +317,7 @@ class Tuner:
             self._talk(consensus)
 
     def _rate(self) -> float:
-        """The highest learning rate; of all groups where that of the first is another one, and now and then."""
+        """The highest learning rate; all groups are looked at where that of the first has changed, and now and then."""
         groups = self._optimizer.param_groups
         first = highest_rate(groups[:1])
         if first != self._first_rate or self._count.followed % _RATES_EVERY == 0:
@@ -325,11 +325,10 @@ class Tuner:
         return self._highest_rate
 
     def _best_knobs(self) -> Mapping[str, Any] | None:
-        if self.live is None:
-            return None
-        if self._best is None or self._best[0] != self.live.incumbent:
+        """The same object as long as they are the same."""
+        if self.live is not None and (self._best is None or self._best[0] != self.live.incumbent):
             self._best = self.live.incumbent, self.live.incumbent.knobs()
-        return self._best[1]
+        return None if self._best is None else self._best[1]
 
     def _note_best(self) -> None:
         """Have a state that is saved while a setting is tried name the one to go back to, the same on all ranks."""
@@ -350,11 +349,11 @@ class Tuner:
             self._count.begin_warm_up()
         if self.live is None:
             self._since = self._optimizer.steps
-        if self.live is None and self._consensus is None:
-            self.say(leave_tried(self._optimizer, self._on_change), logging.INFO)
-        elif self.live is not None and self._consensus is None:
+            if self._consensus is None:
+                self.say(leave_tried(self._optimizer, self._on_change), logging.INFO)
+        elif self._consensus is None:
             self.live.resume_from_saved()
-        elif self.live is not None:
+        else:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
     def _talk(self, consensus: KnobConsensus) -> None:
@@ -390,10 +389,9 @@ class Tuner:
         elif consensus is not None and (consensus.wrong or consensus.over):
             self._give_up(consensus.wrong or consensus.reason)
         elif self.live is not None:
-            going = self.live.on_step()
+            self._over = not self.live.on_step()
             self._listen()
-            if not going:
-                self._over = True
+            if self._over:
                 self._finish()
         elif not self._driver.begun:
             self._warm()
@@ -401,7 +399,7 @@ class Tuner:
             self._watch()
 
     def _follow_first(self, consensus: KnobConsensus) -> None:
-        """Of another rank than the first: it changes knobs with the others, and reports where its loss goes wrong."""
+        """Another rank than the first changes knobs with the others, and reports where its loss goes wrong."""
         if consensus.over:
             self.notices += [consensus.reason] if consensus.reason else []
             self._finish()
@@ -585,11 +583,9 @@ class Goodbye:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _end_by(self, number: int, _: object) -> None:
-        """Say goodbye, and end by the signal; a second one does not wait.
-
-        In a thread of its own: what this one was interrupted in may hold the locks that it takes.
-        """
+        """Say goodbye, and end by the signal; a second one does not wait."""
         signal.signal(number, signal.SIG_DFL)
+        # In a thread of its own: what this one was interrupted in may hold the locks that it takes.
         goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
         try:
             goodbye.start()  # not once Python is ending, from 3.12 on: the tuners part by themselves then

@@ -10,12 +10,11 @@ import logging
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock, Thread
@@ -101,14 +100,12 @@ class Withdraw:
     gain: Gain | None = None
 
 
-class SearchWorker(ABC):
+class SearchWorker(Protocol):
     """Where an executor asks what to do. No call waits."""
 
-    @abstractmethod
     def hand(self, outcome: Outcome | None) -> None:
         """Take the outcome of the last request (None: there was none), and choose the next; returns at once."""
 
-    @abstractmethod
     def poll(self) -> Answer | None:
         """The answer, once it is there; each once."""
 
@@ -116,31 +113,24 @@ class SearchWorker(ABC):
         """Why the present measurement is to be given up; each once. None: it goes on."""
         return None
 
-    @abstractmethod
     def guard(self, reason: str) -> None:
         """End the search because training goes wrong; an answer under way is dropped."""
 
-    @abstractmethod
     def idle(self, between: UnmeasuredSteps) -> None:
         """Count steps that belong to no measurement, once the search is over."""
 
-    @abstractmethod
     def stop(self, reason: str) -> None:
         """End the search early; after `close`. `reason` "": the training has ended."""
 
-    @abstractmethod
     def applied(self, step: int, setting: Setting) -> None:
         """Knobs hold after a step."""
 
-    @abstractmethod
     def observe(self, stats: StepStats) -> None:
         """A step is over."""
 
-    @abstractmethod
     def hear_loss(self, step: int, loss: float) -> None:
         """A step's loss is known; one that is not finite is the guard's business."""
 
-    @abstractmethod
     def close(self) -> None:
         """End the work, as soon as that can be; the search is the caller's again."""
 

@@ -18,7 +18,7 @@ from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task
 from zftune.quality import assumed_coverage
-from zftune.tuner.forecast import PlannerForecast, rig_machine
+from zftune.tuner.setup import PlannerForecast, rig_machine
 from zftune.tuner.space import PUBLISHED, Dimension, Forecaster, Setting, Space
 from zftune.workload import load_text
 

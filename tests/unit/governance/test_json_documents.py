@@ -16,7 +16,7 @@ from tests.support.governance.documents import ROOT
 from tests.support.zftune.explain.runs import finished
 from tests.support.zftune.report.documents import cpu_profile, rig_profile
 from tools.reference_pages import DOCUMENTS, json_schemas, makers
-from zftune.explain.summary import explain_document, tune_document
+from zftune.explain.summary import RunSummary, tune_document
 from zftune.integrations.deepspeed.check.checking import check
 from zftune.planner.machine import load_machine, machine_names
 from zftune.planner.model import Job, ModelFacts
@@ -54,7 +54,7 @@ def tuned(*, is_known: bool = True) -> dict[str, Any]:
 def explained() -> dict[str, Any]:
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
         run_id = finished(store, 6)[0].run_id
-        return explain_document(store, next(one for one in store.runs() if one.run_id == run_id))
+        return RunSummary.read(store, next(one for one in store.runs() if one.run_id == run_id)).document()
 
 
 def planned() -> dict[str, Any]:

@@ -42,10 +42,8 @@ _LIMITS = {
 
 
 def environment_of(starter: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a private daemon, with absolute paths, from that of the run that starts it.
-
-    Raises:
-        BadInputError: $ZFTUNE_SOCKET cannot be a socket.
+    """The environment of a private daemon, with absolute paths, from that of the run that starts it. Raises
+    BadInputError: $ZFTUNE_SOCKET cannot be a socket.
     """
     kept = {name: value for name, value in starter.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
     if "PYTHONPATH" in kept:
@@ -129,14 +127,8 @@ def ensure_daemon(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def revive_daemon(environment: Mapping[str, str] | None = None) -> bool:
-    """Start a daemon again where one has died; one that was ended took its socket with it, and stays ended.
-
-    Returns:
-        Whether one was started.
-
-    Raises:
-        BadInputError: as `ensure_daemon`.
-        DaemonError: as `ensure_daemon`.
+    """Start a daemon again where one has died; one that was ended took its socket with it, and stays ended. Returns
+    whether one was started. Raises BadInputError: as `ensure_daemon`; DaemonError: as `ensure_daemon`.
     """
     environment = os.environ if environment is None else environment
     location = locate(environment)
@@ -151,11 +143,7 @@ def log_of(location: Location) -> Path:
 
 
 def _answers(client: DaemonClient) -> bool:
-    """Whether it does.
-
-    Raises:
-        StrangerError: what answers will never be a daemon of ours.
-    """
+    """Whether it does."""
     try:
         client.get("/v1/health")
     except StrangerError:
@@ -204,11 +192,7 @@ def _started(location: Location, environment: Mapping[str, str]) -> int:
 
 
 def _comes(client: DaemonClient, location: Location, ended: int, until_s: float) -> bool:
-    """Wait until it answers, or another one that was started at the same time; whether one does.
-
-    Raises:
-        DaemonError: the time is over.
-    """
+    """Wait until it answers, or another one that was started at the same time; whether one does."""
     while not _answers(client):
         gone = bool(select.select([ended], [], [], _POLL_S)[0])
         if gone and not _is_locked(location):

@@ -27,11 +27,8 @@ PAST_RUNS = "all runs of the store: zftune runs list --all"
 
 
 def all_runs(client: DaemonClient) -> list[dict[str, Any]]:
-    """The runs that are followed and the last that have ended, oldest first.
-
-    Raises:
-        NoDaemonError: there is none; the sentence says where its runs are to be seen.
-        DaemonError: the daemon cannot be asked.
+    """The runs that are followed and the last that have ended, oldest first. Raises NoDaemonError: there is none; the
+    sentence says where its runs are to be seen; DaemonError: the daemon cannot be asked.
     """
     try:
         runs: list[dict[str, Any]] = client.get("/v1/runs")
@@ -40,23 +37,16 @@ def all_runs(client: DaemonClient) -> list[dict[str, Any]]:
     return runs
 
 
-def chosen(client: DaemonClient, run: str | None) -> dict[str, Any]:
-    """The run with an identity, its record's, or the beginning of one; None: the only run there is.
-
-    Raises:
-        BadInputError: it is none, or not only one.
-        ZftuneError: there is no run, or the daemon cannot be asked.
-    """
-    return among(all_runs(client), run)
-
-
 def called(run: Mapping[str, Any]) -> str:
     """How a run is called: as `zftune explain` knows it, or before it is in the store as the daemon does."""
     return str(run["record"] or run["run"])[:SHOWN]
 
 
 def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
-    """The run that is meant; see `chosen`."""
+    """The run with an identity, its record's, or the beginning of one; None: the only run there is.
+
+    Raises ZftuneError if there is no run, BadInputError if `run` is none of them, or not only one.
+    """
     if not runs:
         raise ZftuneError(f"the daemon follows no run, start one with: zftune run --online -- CMD; {PAST_RUNS}")
     if run is None:
@@ -74,20 +64,16 @@ def among(runs: list[dict[str, Any]], run: str | None) -> dict[str, Any]:
 
 
 def details(client: DaemonClient, run: str) -> dict[str, Any]:
-    """A run with its trials and decisions.
-
-    Raises:
-        DaemonError: the daemon cannot be asked, or does not follow it any more.
+    """A run with its trials and decisions. Raises DaemonError: the daemon cannot be asked, or does not follow it any
+    more.
     """
     found: dict[str, Any] = client.get(f"/v1/runs/{quote(run, safe='')}")
     return found
 
 
 def told(client: DaemonClient, run: str, command: str) -> dict[str, Any]:
-    """The run after a command: "pause", "resume", "rollback" or "stop".
-
-    Raises:
-        DaemonError: the daemon cannot be asked, or the run's state does not allow it.
+    """The run after a command: "pause", "resume", "rollback" or "stop". Raises DaemonError: the daemon cannot be asked,
+    or the run's state does not allow it.
     """
     found: dict[str, Any] = client.post(f"/v1/runs/{quote(run, safe='')}/{command}", timeout_s=30.0)
     return found
@@ -114,11 +100,7 @@ class DaemonClient:
 
     @property
     def path(self) -> Path:
-        """Of the socket.
-
-        Raises:
-            DaemonError: the environment names none that could be one.
-        """
+        """Of the socket. Raises DaemonError: the environment names none that could be one."""
         if self._path is None:
             try:
                 self._path = locate(os.environ).socket
@@ -127,19 +109,13 @@ class DaemonClient:
         return self._path
 
     def get(self, route: str, *, timeout_s: float | None = None) -> Any:
-        """The JSON of a route such as "/v1/health".
-
-        Raises:
-            DaemonError: nobody answers in time, somebody else does, or the daemon refuses (it has a `status` then).
+        """The JSON of a route such as "/v1/health". Raises DaemonError: nobody answers in time, somebody else does, or
+        the daemon refuses (it has a `status` then).
         """
         return self._ask("GET", route, None, timeout_s)
 
     def post(self, route: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
-        """The answer of a route to a document, or its JSON. Never sent twice.
-
-        Raises:
-            DaemonError: as `get`.
-        """
+        """The answer of a route to a document, or its JSON. Never sent twice. Raises DaemonError: as `get`."""
         return self._ask("POST", route, document, timeout_s)
 
     def close(self) -> None:
@@ -246,11 +222,7 @@ class _UnixConnection(http.client.HTTPConnection):
         return True
 
     def left_s(self) -> float:
-        """Time until the deadline.
-
-        Raises:
-            TimeoutError: there is none.
-        """
+        """Time until the deadline. Raises TimeoutError: there is none."""
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError

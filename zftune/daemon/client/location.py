@@ -27,10 +27,8 @@ class _Socket(Protocol):
 
 
 def peer_uid(connection: _Socket) -> int:
-    """The user at the other end of a Unix socket: who connected, or who listens.
-
-    Raises:
-        OSError: the connection has gone.
+    """The user at the other end of a Unix socket: who connected, or who listens. Raises OSError: the connection has
+    gone.
     """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(found)[1]
@@ -40,13 +38,8 @@ def peer_uid(connection: _Socket) -> int:
 def loopback_uid(local: tuple[str, int], remote: tuple[str, int], table: Path = Path("/proc/net/tcp")) -> int | None:
     """The user whose process holds the other end of a TCP connection within this machine.
 
-    `local` and `remote` are address and port of the ends; `table` is the kernel's list of connections.
-
-    Returns:
-        The uid; None where the kernel does not list the other end as open.
-
-    Raises:
-        OSError: there is no such list.
+    `local` and `remote` are address and port of the ends; `table` is the kernel's list of connections. Returns the uid;
+    None where the kernel does not list the other end as open. Raises OSError: there is no such list.
     """
     wanted = f"{_hexadecimal(remote)} {_hexadecimal(local)}"  # the other end's local address is our remote one
     for line in table.read_text(encoding="ascii").splitlines()[1:]:
@@ -125,10 +118,8 @@ def locate(environment: Mapping[str, str], *, temporary: Path | None = None) -> 
 
 
 def settled(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a relative path in $ZFTUNE_SOCKET is absolute: processes change folders.
-
-    Raises:
-        BadInputError: as `locate`.
+    """An environment in which a relative path in $ZFTUNE_SOCKET is absolute: processes change folders. Raises
+    BadInputError: as `locate`.
     """
     if not environment.get("ZFTUNE_SOCKET"):
         return {**environment}
@@ -136,11 +127,8 @@ def settled(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_folder(location: Location) -> None:
-    """Make the daemon's own folder, or see that the one that is there can be trusted.
-
-    Raises:
-        BadInputError: it is not a real folder of this user with mode 0700, or cannot be made; or the folder that
-            $ZFTUNE_SOCKET names is not there.
+    """Make the daemon's own folder, or see that the one that is there can be trusted. Raises BadInputError: it is not a
+    real folder of this user with mode 0700, or cannot be made; or the folder that $ZFTUNE_SOCKET names is not there.
     """
     folder = location.own_folder
     if folder is None:

@@ -154,11 +154,8 @@ class RemoteWorker(SearchWorker):
 
     @property
     def given(self) -> bool:
-        """Whether the daemon has a search.
-
-        Raises:
-            ZftuneError: there will be none.
-            RuntimeError: the daemon is not asked any more.
+        """Whether the daemon has a search. Raises ZftuneError: there will be none; RuntimeError: the daemon is not
+        asked any more.
         """
         with self._lock:
             self._check()

@@ -42,10 +42,7 @@ class WireError(BadInputError):
 
 def encode(message: Any, name: str = "message") -> bytes:
     """A dataclass as JSON; of a text that is not Unicode, "?" takes the place of each such character. `name` is for
-    errors.
-
-    Raises:
-        WireError: a part of it cannot be sent.
+    errors. Raises WireError: a part of it cannot be sent.
     """
     document = _adapter(message.__class__).dump_python(message, mode="json", warnings=False)
     try:
@@ -56,11 +53,7 @@ def encode(message: Any, name: str = "message") -> bytes:
 
 
 def decode(kind: type[T], document: Any, name: str = "message") -> T:
-    """A dataclass from what `json.loads` gave; `name` is for errors.
-
-    Raises:
-        WireError: it is not such a message.
-    """
+    """A dataclass from what `json.loads` gave; `name` is for errors. Raises WireError: it is not such a message."""
     try:
         found: T = _validator(cast(Any, kind)).validate_python(document)
     except ValidationError as error:

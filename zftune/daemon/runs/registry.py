@@ -110,11 +110,7 @@ class Registry:
     # --- in the event loop -------------------------------------------------------------------------------------------
 
     def hello(self, hello: Hello) -> Welcome:
-        """Follow a run; said again, it is the same run.
-
-        Raises:
-            NotAllowedError: there are too many.
-        """
+        """Follow a run; said again, it is the same run. Raises NotAllowedError: there are too many."""
         with self._lock:
             if self._closing.is_set():
                 raise NotAllowedError("the daemon is ending; say Hello to the next one")
@@ -126,11 +122,8 @@ class Registry:
         return Welcome(protocol=PROTOCOL, session=brain.session, lease_s=self.lease_s)
 
     def report(self, run: str, report: Report) -> Directive:
-        """Hear of a run, and say what to do.
-
-        Raises:
-            UnknownRunError: its agent has to say Hello first.
-            WireError: what came of a request is none such.
+        """Hear of a run, and say what to do. Raises UnknownRunError: its agent has to say Hello first; WireError: what
+        came of a request is none such.
         """
         return self._followed(run, report.session).report(report)
 
@@ -146,10 +139,8 @@ class Registry:
         return [brain for brain in brains if last[brain.record or brain.hello.run] is brain]
 
     def brain(self, run: str) -> RunSession:
-        """The session of a run, by its agent's name or a shortened one, as screens and the store show it.
-
-        Raises:
-            UnknownRunError: there is none.
+        """The session of a run, by its agent's name or a shortened one, as screens and the store show it. Raises
+        UnknownRunError: there is none.
         """
         with self._lock:
             found = self._brains.get(run)
@@ -177,23 +168,16 @@ class Registry:
     # --- in threads --------------------------------------------------------------------------------------------------
 
     def command(self, run: str, command: Command, by: str = "by hand") -> RunSession:
-        """Carry out a command; it is written down when this returns. `by` names the requester.
-
-        Raises:
-            UnknownRunError: there is no such run.
-            NotAllowedError: its state does not allow it.
-            ZftuneError: it could not be written down.
+        """Carry out a command; it is written down when this returns. `by` names the requester. Raises UnknownRunError:
+        there is no such run; NotAllowedError: its state does not allow it; ZftuneError: it could not be written down.
         """
         brain = self.brain(run)
         {"pause": brain.pause, "resume": brain.resume, "rollback": brain.roll_back, "stop": brain.stop}[command](by)
         return brain
 
     def goodbye(self, run: str, message: Goodbye) -> Farewell:
-        """A run ends.
-
-        Raises:
-            UnknownRunError: its agent has not said Hello.
-            NotAllowedError: that takes its time; it may be said again.
+        """A run ends. Raises UnknownRunError: its agent has not said Hello; NotAllowedError: that takes its time; it
+        may be said again.
         """
         brain = self._brain_of(run)
         if brain.session != message.session:

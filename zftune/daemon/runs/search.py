@@ -50,10 +50,8 @@ class SearchHandle:
         return self.prepared.search
 
     def advance(self, *, paused: bool) -> Going | None:
-        """Continue as far as possible without waiting; `paused`: request nothing.
-
-        Returns:
-            The state of the search; None: as before, while somebody thinks.
+        """Continue as far as possible without waiting; `paused`: request nothing. Returns the state of the search;
+        None: as before, while somebody thinks.
         """
         worker = self._worker
         if self.halted:
@@ -107,11 +105,7 @@ class SearchHandle:
             self._worker.hand(outcome)
 
     def check(self, outcome: Outcome) -> None:
-        """Refuse what cannot have come of the request.
-
-        Raises:
-            WireError: it cannot.
-        """
+        """Refuse what cannot have come of the request. Raises WireError: it cannot."""
         if self.request is None:
             return
         asked = (self.request.discard, self.request.steps)
@@ -136,10 +130,7 @@ class SearchHandle:
     def end(self, *, spare: bool) -> None:
         """End the thinking, once open requests are withdrawn; the search is the caller's then.
 
-        `spare`: the training lives, so that what was in flight is no crash.
-
-        Raises:
-            NotAllowedError: it does not end.
+        `spare`: the training lives, so that what was in flight is no crash. Raises NotAllowedError: it does not end.
         """
         self._worker.close()
         if self._worker.busy:
@@ -159,11 +150,6 @@ class SearchHandle:
         if any(note.kind in ("memory", "movement") for note in self.search.notes):
             return "what was adopted had to be, for GPU memory or the quality, and the search began again from there"
         return "nothing was adopted in this run"
-
-    def write_down(self) -> None:
-        """What was decided, where somebody keeps it; while nobody thinks."""
-        if self.prepared.recorder is not None:
-            self.prepared.recorder.write(self.search)
 
     def settle(self) -> Going:
         """Take in what a command has changed."""

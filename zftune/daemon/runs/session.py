@@ -157,10 +157,8 @@ class RunSession:
     # --- in the event loop -------------------------------------------------------------------------------------------
 
     def report(self, report: Report) -> Directive:
-        """Hear a report, and say what to do.
-
-        Raises:
-            WireError: what came of a request is none such; nothing of the report is taken.
+        """Hear a report, and say what to do. Raises WireError: what came of a request is none such; nothing of the
+        report is taken.
         """
         done = report.done
         with self._lock:
@@ -351,11 +349,9 @@ class RunSession:
     # --- what somebody asks for, in threads --------------------------------------------------------------------------
 
     def pause(self, by: str) -> None:
-        """Let the incumbent run undisturbed; it is written down when this returns. `by` names the requester.
-
-        Raises:
-            NotAllowedError: the state does not allow it, or the search is still being made.
-            ZftuneError: it could not be written down: nothing has changed.
+        """Let the incumbent run undisturbed; it is written down when this returns. `by` names the requester. Raises
+        NotAllowedError: the state does not allow it, or the search is still being made; ZftuneError: it could not be
+        written down: nothing has changed.
         """
         self._wait_for_search()
         with self._commands:
@@ -366,11 +362,8 @@ class RunSession:
                 self.state = states.paused(self.state)
 
     def resume(self, by: str) -> None:
-        """Go on after a pause.
-
-        Raises:
-            NotAllowedError: it is not paused.
-            ZftuneError: it could not be written down: nothing has changed.
+        """Go on after a pause. Raises NotAllowedError: it is not paused; ZftuneError: it could not be written down:
+        nothing has changed.
         """
         with self._commands:
             states.resumed(self.state)
@@ -380,11 +373,9 @@ class RunSession:
                 self._advance()
 
     def roll_back(self, by: str) -> None:
-        """End the search with the setting before the last adoption, and bar the one that was adopted.
-
-        Raises:
-            NotAllowedError: nothing was adopted, or the state does not allow it.
-            ZftuneError: it could not be written down; asked for again, it is, and nothing else is rolled back.
+        """End the search with the setting before the last adoption, and bar the one that was adopted. Raises
+        NotAllowedError: nothing was adopted, or the state does not allow it; ZftuneError: it could not be written down;
+        asked for again, it is, and nothing else is rolled back.
         """
         with self._commands:
             thought = self._begun("roll back")
@@ -403,11 +394,8 @@ class RunSession:
         self._barred = None
 
     def stop(self, by: str) -> None:
-        """End the tuning; the incumbent's knobs stay.
-
-        Raises:
-            NotAllowedError: the state does not allow it.
-            ZftuneError: it could not be written down.
+        """End the tuning; the incumbent's knobs stay. Raises NotAllowedError: the state does not allow it; ZftuneError:
+        it could not be written down.
         """
         with self._commands:
             thought = self._begun("stop")
@@ -468,7 +456,8 @@ class RunSession:
     def _settle(self, thought: SearchHandle) -> None:
         with self._lock:
             self.state = thought.settle()
-        thought.write_down()
+        if self._recorder is not None:
+            self._recorder.write(thought.search)
 
     def _write_command(self, kind: Literal["pause", "unpause"], by: str) -> None:
         if self._recorder is not None:
@@ -477,10 +466,8 @@ class RunSession:
     # --- what ends it waits and writes, in threads -------------------------------------------------------------------
 
     def goodbye(self, message: Goodbye) -> Farewell:
-        """The agent ends: that is shown at once, and what was found is written down.
-
-        Raises:
-            NotAllowedError: that takes its time; it may be said again.
+        """The agent ends: that is shown at once, and what was found is written down. Raises NotAllowedError: that takes
+        its time; it may be said again.
         """
         self.touch()
         with self._lock:
@@ -511,13 +498,8 @@ class RunSession:
             time.sleep(_AGAIN_S)  # somebody still thinks; others may have the lock
 
     def lose(self, lease_s: float, *, died: bool = False) -> bool:
-        """End the run of an agent that was silent for `lease_s`, or died: what was in flight is marked crashed.
-
-        Returns:
-            Whether it has ended now.
-
-        Raises:
-            NotAllowedError: that takes its time, it is to be tried again.
+        """End the run of an agent that was silent for `lease_s`, or died: what was in flight is marked crashed. Returns
+        whether it has ended now. Raises NotAllowedError: that takes its time, it is to be tried again.
         """
         with self._lock:
             silent_s = self._clock() - self.heard_at_s
@@ -530,10 +512,8 @@ class RunSession:
         return self._end(self._lost, lambda recorder, _: recorder.lose(), spare=False)
 
     def leave(self) -> None:
-        """The daemon ends, and the training goes on: another daemon may take the run up.
-
-        Raises:
-            NotAllowedError: that takes its time, it is to be tried again.
+        """The daemon ends, and the training goes on: another daemon may take the run up. Raises NotAllowedError: that
+        takes its time, it is to be tried again.
         """
 
         def close(recorder: StoreRecorder, prepared: Prepared) -> None:

@@ -40,10 +40,7 @@ def went_wrong(prepared: Prepared, reason: str) -> None:
 
 
 def farewell(prepared: Prepared | None, message: Goodbye, total: Count) -> Farewell:
-    """End a search without a working thread; `prepared` None: it had not begun.
-
-    `total` is the count of the whole run.
-    """
+    """End a search without a working thread; `prepared` None: it had not begun. `total` is the whole run's count."""
     search = None if prepared is None else prepared.search
     over = search is not None and search.is_settled
     if search is not None:
@@ -94,7 +91,7 @@ class Searching:
 
 @dataclass(frozen=True, slots=True)
 class Confirming:
-    """A setting is compared with the incumbent: A-B-A."""
+    """A setting is compared with the incumbent."""
 
     name: ClassVar[str] = "confirming"
     trial: int
@@ -173,11 +170,7 @@ def advanced(state: State, to: Going) -> State:
 
 
 def paused(state: State) -> Paused:
-    """After `pause`; twice is once.
-
-    Raises:
-        NotAllowedError: the run, or its search, has ended.
-    """
+    """After `pause`; twice is once. Raises NotAllowedError: the run, or its search, has ended."""
     if isinstance(state, Paused):
         return state
     if isinstance(state, Ended) or (isinstance(state, Frozen) and state.pinned):
@@ -186,11 +179,7 @@ def paused(state: State) -> Paused:
 
 
 def resumed(state: State) -> Going:
-    """After `resume`.
-
-    Raises:
-        NotAllowedError: it is not paused.
-    """
+    """After `resume`. Raises NotAllowedError: it is not paused."""
     if isinstance(state, Ended):
         raise NotAllowedError(f"cannot resume: {state.reason}")
     if not isinstance(state, Paused):

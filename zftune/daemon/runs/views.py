@@ -143,7 +143,7 @@ class TrialView:
     source: str
     """Who proposed it: start, planner, search or preset."""
     state: str
-    """planned, in_flight, measured, rejected, crashed, void or aborted."""
+    """planned, in_flight, measured, rejected, crashed or void."""
     fate: str
     """The state as people read it."""
     reason: str | None

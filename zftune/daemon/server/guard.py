@@ -34,10 +34,8 @@ class PageServer:
 
     @classmethod
     async def serve(cls, app: App, port: int, token_path: Path) -> PageServer:
-        """Serve from now on; port 0 takes a free one, the token in the file reads /metrics.
-
-        Raises:
-            BadInputError: the port is taken, or the token's file cannot be trusted.
+        """Serve from now on; port 0 takes a free one, the token in the file reads /metrics. Raises BadInputError: the
+        port is taken, or the token's file cannot be trusted.
         """
         token = kept_token(token_path)
         try:
@@ -105,10 +103,8 @@ class Secrets:
 
 
 def kept_token(path: Path) -> str:
-    """The token of a file that only this user can read; made where it is missing.
-
-    Raises:
-        BadInputError: the file is not this user's own, others can read it, or it cannot be made.
+    """The token of a file that only this user can read; made where it is missing. Raises BadInputError: the file is not
+    this user's own, others can read it, or it cannot be made.
     """
     try:
         return _made_token(path)

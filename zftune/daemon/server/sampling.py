@@ -25,8 +25,8 @@ from zftune.daemon import PROTOCOL
 from zftune.daemon.server.answers import DaemonState
 from zftune.errors import ZftuneError
 from zftune.telemetry import HostSampler, NvmlSampler
+from zftune.telemetry.disturbance import GpuDisturbance
 from zftune.text import write_text
-from zftune.tuner.guard import GpuDisturbance
 
 if TYPE_CHECKING:
     from zftune.daemon.protocol.messages import Hello
@@ -216,10 +216,8 @@ class Node:
         self._thread: threading.Thread | None = None
 
     def watch(self, hello: Hello) -> Disturbance:
-        """Sample for a run from now on; returns at once. The result tells why a measurement does not count.
-
-        Returns:
-            Says why a measurement does not count.
+        """Sample for a run from now on; returns at once. The result tells why a measurement does not count. Returns
+        says why a measurement does not count.
         """
         uuid = hello.gpu_uuid
         with self._lock:

@@ -43,11 +43,8 @@ class Claim:
             return False
 
     def rebind(self) -> None:
-        """Bind a socket in place of one that was removed; whoever is connected by the old one stays so.
-
-        Raises:
-            BadInputError: something that is not ours lies there.
-            DaemonError: another daemon is there.
+        """Bind a socket in place of one that was removed; whoever is connected by the old one stays so. Raises
+        BadInputError: something that is not ours lies there; DaemonError: another daemon is there.
         """
         self._keep_lock()
         _remove_stale(self.location.socket)
@@ -82,12 +79,9 @@ class Claim:
 
 @contextmanager
 def claim(location: Location) -> Iterator[Claim]:
-    """Take a location, for this user alone. Nobody can connect before the server listens.
-
-    Raises:
-        BadInputError: the folder, the lock or the socket belongs to somebody else, or is something else.
-        SocketHeldError: another daemon is there.
-        DaemonError: something else listens there.
+    """Take a location, for this user alone. Nobody can connect before the server listens. Raises BadInputError: the
+    folder, the lock or the socket belongs to somebody else, or is something else; SocketHeldError: another daemon is
+    there; DaemonError: something else listens there.
     """
     make_folder(location)
     lock = _locked(location)
@@ -267,11 +261,7 @@ class _Server(uvicorn.Server):
 
 
 def loopback_socket(port: int) -> socket.socket:
-    """A socket that is bound to 127.0.0.1; port 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """A socket that is bound to 127.0.0.1; port 0 takes a free one. Raises OSError: the port is taken."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

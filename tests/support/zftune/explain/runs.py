@@ -13,7 +13,7 @@ import pytest
 from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.store import rows as store_rows
 from tests.support.zftune.tuner.surfaces import START, TOKENS, Driver, Surface, make
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store.account import Account, Count
 from zftune.store.store import Store
 from zftune.store.types import (
@@ -100,7 +100,7 @@ def finished(store: Store, seed: int, **more: Any) -> tuple[Run, Search]:
 
 
 def explained(store: Store, run: Run, clock: Any = None) -> dict[str, Any]:
-    document = explain_document(store, record(store, run), **({} if clock is None else {"clock": clock}))
+    document = RunSummary.read(store, record(store, run), **({} if clock is None else {"clock": clock})).document()
     json.dumps(document, allow_nan=False)
     return document
 

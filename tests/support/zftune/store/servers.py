@@ -165,10 +165,10 @@ def served(*, durable: bool = False) -> Iterator[Server]:
 
 
 def emptied(server: Server) -> str:
-    """The URL of its database, with the newest tables and nothing in them."""
+    """The URL of its database, with its tables and nothing in them."""
     with server.connect() as connection:
         tables = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-        names = [name for (name,) in tables if name != "alembic_version"]
+        names = [name for (name,) in tables if name != "zftune_schema"]
         if names:
             connection.execute(f"TRUNCATE {', '.join(names)} CASCADE")
     return server.url()

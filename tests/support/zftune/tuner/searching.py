@@ -7,11 +7,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.zftune.tuner.surfaces import make
+from tests.support.zftune.tuner.surfaces import make, recording_of
 from zftune.store import open_store
-from zftune.store.types import Model
 from zftune.tuner.messages import sentence
-from zftune.tuner.record import Recording, RunFacts
+from zftune.tuner.record import MachineInfo
 
 
 def model_id(number: int) -> str:
@@ -22,9 +21,8 @@ def search(path: str, number: int, begin: str, told: str) -> None:
     """Search once the file `begin` is there, and write down in `told` what the store must hold."""
     while not Path(begin).exists():
         os.sched_yield()
-    facts = RunFacts(model=Model(model_id=model_id(number), dtype="bfloat16"), micro_batch=1, sequence=64)
     with open_store(path) as store:
-        recording = Recording(store, facts, "published")
+        recording = recording_of(store, MachineInfo.now(), model_id=model_id(number))
         search, driver = make(number, 0.03, sampler="random", most_measurements=40)
         search.options = replace(search.options, barred=recording.barred())
         recorder = recording.begin(search)

@@ -5,17 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from zftune.store.store import Store
-from zftune.store.types import Hardware, Model
-from zftune.tuner.record import MachineInfo, Recording, RunFacts
+from zftune.store.types import Hardware, Key, Model
+from zftune.tuner.record import MachineInfo, Recording
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Forecast, Setting, Space, space_for
 from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
 
 TOKENS = 64
+HERE = MachineInfo(hardware=Hardware(hw_id="b" * 16), usable_cores=8.0, versions={})
+
+
+def recording_of(store: Store, here: MachineInfo = HERE, **more: Any) -> Recording:
+    """Of a made-up training; `more` is of its key."""
+    found = {"model_id": "a" * 16, "micro_batch": 1, "sequence": 64, **more}
+    key = Key(
+        **found, hw_id=here.hardware.hw_id, backend="zenflow", stage=0, dtype="bfloat16", world_size=1,
+        checkpointing=False, quality="published",
+    )  # fmt: skip
+    return Recording(store, key, Model(model_id=key.model_id, dtype=key.dtype), here)
 
 
 def coverage(topk_ratio: float) -> float:
@@ -138,9 +150,7 @@ class Recorded:
     def __init__(self, store: Store, number: int, *, seed: int = 3) -> None:
         self.search, driver = make(seed, 0.01, sampler="random")
         self.driver = replace(driver, random=np.random.default_rng(number))
-        facts = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64)
-        here = MachineInfo(hardware=Hardware(hw_id="b" * 16), usable_cores=8.0, versions={})
-        self.recording = Recording(store, facts, "published", here)
+        self.recording = recording_of(store)
         found = self.recording.begin(self.search)
         assert found is not None
         self.recorder = found

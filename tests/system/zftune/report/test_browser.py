@@ -15,7 +15,7 @@ from tests.support.zftune.daemon.chromium import CHROMIUM, needs_chromium
 from tests.support.zftune.explain.runs import finished, record
 from tests.support.zftune.report.documents import cpu_profile
 from tests.support.zftune.report.pages import BUILDERS, Page
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.report.html import html, write_html
 from zftune.report.tune import tune_page
 from zftune.store import open_store
@@ -33,7 +33,7 @@ def told() -> dict[str, Any]:
     """Of `zftune explain`, with enough settings to tell what matters."""
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store:
         run, _ = finished(store, 8, most_measurements=40)
-        return explain_document(store, record(store, run))
+        return RunSummary.read(store, record(store, run)).document()
 
 
 def browse(page: Path, folder: Path, size: str) -> tuple[str, list[str]]:

@@ -55,8 +55,8 @@ def test_a_killed_run_is_over_at_once(path: Path, store: Store, how: str) -> Non
     process.kill()
     process.join()
     if how == "reap":
-        (reaped,) = store.reap()
-        assert (reaped.run_id, len(reaped.crashed)) == (run_id, 1)
+        assert store.reap() == [run_id]
+        assert [one.state for one in store.trials(run_id)].count(TrialState.CRASHED) == 1
         assert not (path.parent / f"{path.name}.runs" / run_id).exists()
     run = store.resume_run(run_id)
     assert [trial.state for trial in store.trials(run_id)] == [TrialState.CRASHED]
@@ -112,7 +112,7 @@ def test_a_forked_child_does_not_keep_its_parents_run_alive(path: Path, store: S
     try:
         while not reaped and time.monotonic() < until:
             reaped = store.reap()
-        assert [one.run_id for one in reaped] == [run_id]  # the child still sleeps
+        assert reaped == [run_id]  # the child still sleeps
     finally:
         os.kill(sleeper, signal.SIGKILL)
     process.join()
@@ -125,4 +125,4 @@ def test_where_no_lock_can_be_had_the_lease_decides(path: Path, store: Store, cl
     with open_store(str(path), clock=clock) as other:
         assert other.reap() == []
         clock.now += LEASE_S + 1
-        assert [one.run_id for one in other.reap()] == [run.run_id]
+        assert other.reap() == [run.run_id]

@@ -139,12 +139,12 @@ def test_the_roles_of_the_documentation_suffice_and_can_do_no_more(server: Serve
                 store._database.write(work)
 
 
-def test_tables_of_another_revision_are_not_opened(server: Server, url: str) -> None:
+def test_tables_of_another_schema_are_not_opened(server: Server, url: str) -> None:
     with server.connect() as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE zftune_schema SET number = 9999")
         with open_store(url) as store:
-            assert "has the schema '9999' of another zftune" in store.notices[0]
-        connection.execute("UPDATE alembic_version SET version_num = %s", (opening.HEAD,))
+            assert "has schema 9999 of another zftune" in store.notices[0]
+        connection.execute("UPDATE zftune_schema SET number = %s", (opening.SCHEMA,))
 
 
 def test_one_process_at_a_time_makes_the_tables(server: Server) -> None:
@@ -164,7 +164,7 @@ def test_one_process_at_a_time_makes_the_tables(server: Server) -> None:
         thread.join(60)
     assert [store.notices for store in opened] == [[]] * len(threads)
     with server.connect() as looking:
-        assert looking.execute("SELECT version_num FROM alembic_version").fetchall() == [(opening.HEAD,)]
+        assert looking.execute("SELECT number FROM zftune_schema").fetchall() == [(opening.SCHEMA,)]
 
 
 def _waiting(connection: psycopg.Connection) -> int:

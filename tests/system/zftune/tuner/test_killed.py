@@ -18,7 +18,7 @@ from tests.support import fork_server
 from tests.support.tiers import fast
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import killable
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.store.types import RunState, TrialState
@@ -65,7 +65,8 @@ class Lives:
             self._look_back(store, told)
             reaped = store.reap()
             crashed = flying & self._crashed(store)
-            assert sorted(crashed) == sorted(trial for one in reaped for trial in one.crashed)
+            run_of = {trial.trial_id: run.run_id for run in store.runs() for trial in store.trials(run.run_id)}
+            assert {run_of[trial] for trial in crashed} <= set(reaped)
             assert {run.state for run in store.runs()} <= {RunState.LOST, RunState.FINISHED}
             assert self._trials(store, TrialState.IN_FLIGHT) | self._trials(store, TrialState.PLANNED) == set()
             self._look_at_measurements(store, told)
@@ -210,7 +211,7 @@ def test_a_training_that_is_killed_leaves_its_steps_in_the_account(tmp_path: Pat
         store.reap()
         assert list(path.with_name("zftune.db.runs").iterdir()) == []
         assert (run.run_id, steps_of(store, run_id)) == (run_id, taken)
-        found = explain_document(store, run)
+        found = RunSummary.read(store, run).document()
     assert found["run"]["resumed"] == 2
     resumed = [one["at_s"] for one in found["decisions"] if one["kind"] == "resume"]
     assert len(set(resumed)) == len(resumed) == 2  # each when it happened

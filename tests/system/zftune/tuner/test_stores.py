@@ -15,7 +15,7 @@ import pytest
 from tests.support.zftune.fixtures import rig_text
 from tests.support.zftune.tuner import commanding
 from zftune.store import open_store
-from zftune.store.opening import HEAD
+from zftune.store.opening import SCHEMA
 
 STEPS = 160
 DATABASE = ".local/share/zftune/zftune.db"
@@ -51,7 +51,7 @@ def filling(home: Path) -> Mapping[str, Any]:
 
 def newer(home: Path) -> Mapping[str, Any]:
     with sqlite3.connect(home / DATABASE) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE zftune_schema SET number = 9999")
     connection.close()
     return {}
 
@@ -77,7 +77,7 @@ def network(home: Path) -> Mapping[str, Any]:
         (read_only, "cannot be used (Permission denied): what zftune learns is kept in memory"),
         (full, "cannot be used ("),
         (filling, "could not be written ("),
-        (newer, f"has the schema '9999' of another zftune (this one's is {HEAD}) and was not opened: what"),
+        (newer, f"has schema 9999 of another zftune (this one's is {SCHEMA}) and was not opened: what"),
         pytest.param(
             corrupt,
             "is corrupt (it is not a SQLite database) and was left as it is (zftune presets restore): what",

@@ -12,7 +12,7 @@ import pytest
 from tests.support.zftune.explain.runs import begin, by_hand, finished, record
 from tests.support.zftune.fixtures import Clock
 from tests.support.zftune.report.pages import EVIL, Page
-from zftune.explain.summary import explain_document, tune_document
+from zftune.explain.summary import RunSummary, tune_document
 from zftune.report.tune import KINDS, tune_page
 from zftune.store import open_store
 from zftune.store.store import Store
@@ -28,7 +28,7 @@ def store() -> Iterator[Store]:
 def told(store: Store) -> dict[str, Any]:
     """Of `zftune explain`, with enough settings to tell what matters."""
     run, _ = finished(store, 8, most_measurements=40)
-    return explain_document(store, record(store, run))
+    return RunSummary.read(store, record(store, run)).document()
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +160,14 @@ def test_the_loss_stands_beside_step_times(told: dict[str, Any]) -> None:
 def test_break_even_is_on_the_page(store: Store) -> None:
     clock = Clock()
     with open_store("sqlite://", environment={"HOME": "/nowhere"}, clock=clock) as timed:
-        found = explain_document(timed, record(timed, by_hand(timed, clock)), clock)
+        found = RunSummary.read(timed, record(timed, by_hand(timed, clock)), clock).document()
     page = Page(tune_page(found))
     assert "Broke even" in page.text
     assert "44 s" in page.text
 
 
 def test_a_search_that_had_not_begun(store: Store) -> None:
-    page = Page(tune_page(explain_document(store, record(store, begin(store)))))
+    page = Page(tune_page(RunSummary.read(store, record(store, begin(store))).document()))
     assert page.json("figures") == {}
     assert "The search had not begun." in page.text
     assert page.text.count("Nothing was measured.") == 1

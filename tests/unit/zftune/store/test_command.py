@@ -195,7 +195,6 @@ def test_studies_for_the_dashboard(tmp_path: Path) -> None:
         "rejected": "COMPLETE",
         "crashed": "FAIL",
         "void": "FAIL",
-        "aborted": "PRUNED",
     }
     assert found["rejected"].constraints == {"planner": 2.0}
     assert found["rejected"].value == 9.0

@@ -8,16 +8,18 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.support.zftune.store.examples import PRESET
 from zftune.doctor.software import store_check
-from zftune.store import open_store
+from zftune.errors import StoreError
+from zftune.store import open_store, opening
 from zftune.store.location import locate, meant_by, settled
-from zftune.store.opening import HEAD, backups
+from zftune.store.opening import SCHEMA, backups
 from zftune.store.store import Store
 
 
@@ -126,13 +128,13 @@ def test_a_corrupt_file_is_left_as_it_is(path: Path, content: bytes) -> None:
     assert backups(path) == []
 
 
-@pytest.mark.parametrize("revision", ["9999", "0000"], ids=["newer", "older"])
-def test_another_schema_is_not_opened(path: Path, store: Store, revision: str) -> None:
+@pytest.mark.parametrize("schema", [9999, 0], ids=["newer", "older"])
+def test_another_schema_is_not_opened(path: Path, store: Store, schema: int) -> None:
     store.close()
-    write_database(path, f"UPDATE alembic_version SET version_num = '{revision}'")
+    write_database(path, f"UPDATE zftune_schema SET number = {schema}")
     before = digest(path)
     with open_store(str(path)) as another:
-        said = f"has the schema '{revision}' of another zftune (this one's is {HEAD}) and was not opened"
+        said = f"has schema {schema} of another zftune (this one's is {SCHEMA}) and was not opened"
         assert said in one_notice(another)
         works_in_memory(another)
     assert digest(path) == before
@@ -264,3 +266,32 @@ def test_doctor_says_what_opening_does(
         assert check.finding.startswith(location.shown)
         with open_store(environment=environment, root=root) as store:
             assert (store.notices == []) == (status == "ok")
+
+
+class Waits(threading.Event):
+    """Does `then` whenever somebody waits, and does not wait itself."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._then = then
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._then()
+        return self.is_set()
+
+
+def test_a_patient_write_outwaits_a_locked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "BUSY_TIMEOUT_S", 0.0)
+    with (
+        open_store(str(tmp_path / "z.db"), environment={"HOME": str(tmp_path)}) as store,
+        contextlib.closing(sqlite3.connect(tmp_path / "z.db", isolation_level=None)) as other,
+    ):
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(StoreError, match="database is locked"):  # nobody is patient
+            store.save_preset(PRESET)
+        hurried = Waits(lambda: hurried.set())
+        with pytest.raises(StoreError, match="database is locked"), store.patient(0.0, hurried):
+            store.save_preset(PRESET)
+        with store.patient(0.0, Waits(lambda: other.execute("ROLLBACK"))):
+            name = store.save_preset(PRESET).name
+        assert [one.name for one in store.presets()] == [name]

@@ -358,7 +358,7 @@ def test_where_nothing_is_remembered_nothing_is_looked_up(attach: Attach, monkey
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("a bug")
 
-    for name in ("RunFacts.of", "MachineInfo.now"):
+    for name in ("trained_model", "MachineInfo.now"):
         monkeypatch.setattr(f"zftune.tuner.setup.{name}", fail)
     loop = Loop()
     tuner = attach(loop, store=False)

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from zftune.tuner.evidence import BlockNoise, block_steps, block_value, block_values, error_of_mean
+from zftune.report.compare import error_of_mean
+from zftune.tuner.evidence import BlockNoise, block_steps, block_value, block_values
 
 
 def test_a_rare_hiccup_counts_for_no_more_than_the_cap() -> None:

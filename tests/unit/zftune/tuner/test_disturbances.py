@@ -12,7 +12,8 @@ from tests.support.nvml.scripted import HOPPER, Clock, here, machine, nvml_libra
 from zenflow import CpuDevice
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.telemetry import NvmlSampler
-from zftune.tuner.guard import GpuDisturbance, disturbance_of
+from zftune.telemetry.disturbance import GpuDisturbance
+from zftune.tuner.guard import disturbance_of
 
 __all__ = ["here", "machine", "nvml_library"]
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.zftune.fixtures import MINI_TIMELINE
 from tests.support.zftune.tuner.scene import Scene
-from tests.support.zftune.tuner.surfaces import START, Recorded, make
+from tests.support.zftune.tuner.surfaces import START, Recorded, make, recording_of
 from zenflow import ZenFlowConfig
 from zftune.cli.presets import facts as shown
 from zftune.emulation.machines import load_rig
@@ -25,7 +25,7 @@ from zftune.store.types import Query, Ratios, RunState
 from zftune.tuner import drivers, record
 from zftune.tuner.evidence import Gain
 from zftune.tuner.pace import Load, ratios_of
-from zftune.tuner.record import Recording, RunFacts
+from zftune.tuner.record import MachineInfo, Recording, trained_model
 from zftune.tuner.setup import TuneRequest
 from zftune.tuner.states import Adoption
 from zftune.workload import load_text
@@ -39,8 +39,8 @@ def test_a_gain_becomes_a_preset_with_its_evidence(mini_model: Path, mini_rig: P
     config = START.config(ZenFlowConfig())
     with open_store("sqlite://", environment={"HOME": "/nowhere"}) as store, Training(task, config) as training:
         workload = training.workload
-        facts = RunFacts.of(workload.module, workload.dtype, micro_batch=1, sequence=16, rig="mini")
-        recording = Recording(store, facts, "published")
+        model = trained_model(workload.module, workload.dtype)
+        recording = recording_of(store, MachineInfo.now("mini"), model_id=model.model_id, sequence=16)
         assert recording.barred() == ()
         search, driver = make(1, 0.03)
         recorder = recording.begin(search)
@@ -137,7 +137,7 @@ def test_a_training_begins_and_ends_while_its_store_is_still_being_opened(monkey
         return open_store("sqlite://")
 
     monkeypatch.setenv("ZFTUNE_DB", "postgresql://me@host/db")
-    monkeypatch.setattr(drivers, "_user_store", slow)
+    monkeypatch.setattr("zftune.store.open_store", slow)
     optimizer = Scene().optimizer
     driver = drivers.LocalDriver(optimizer, TuneRequest(quality="published"), None)
     ended = drivers.Ended(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiers import fast
-from tests.support.zftune.tuner.surfaces import START, Driver, Surface
+from tests.support.zftune.tuner.surfaces import START, Driver, Surface, recording_of
 from zftune.errors import StoreError
 from zftune.store.account import Counter
 from zftune.store.store import Store
@@ -27,13 +27,13 @@ from zftune.store.types import (
 )
 from zftune.tuner import messages
 from zftune.tuner.evidence import Gain
-from zftune.tuner.record import Recording, RunFacts, stake_won
+from zftune.tuner.record import MachineInfo, Recording, stake_won
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import Prepared, SearchRequest, begin
 from zftune.tuner.space import Setting
 from zftune.tuner.states import LEARNING_RATE, OF_INCUMBENT, Adoption, Remark
 
-FACTS = RunFacts(model=Model(model_id="a" * 16, dtype="bfloat16"), micro_batch=1, sequence=64, rig="made-up")
+HERE = MachineInfo.now("made-up")
 RATIOS = Ratios(2.0, 1.0)
 NOISE = 0.03
 
@@ -48,9 +48,9 @@ class World:
         self.options = SearchOptions(seed=seed)
         self.recording: Recording | None = None
 
-    def begin(self, facts: RunFacts = FACTS, **more: Any) -> Prepared:
+    def begin(self, micro_batch: int = 1, **more: Any) -> Prepared:
         wanted: dict[str, Any] = {"own": START, "space": self.space, "options": self.options, "ratios": RATIOS, **more}
-        self.recording = Recording(self.store, facts, "published")
+        self.recording = recording_of(self.store, HERE, micro_batch=micro_batch)
         return begin(
             self.recording, SearchRequest(**wanted), lambda start, options: self.search(start, options, wanted)
         )
@@ -93,7 +93,7 @@ def world(store: Store) -> World:
 
 
 def kept(world: World, setting: Setting, **more: Any) -> Preset:
-    recording = Recording(world.store, FACTS, "published")
+    recording = recording_of(world.store, HERE)
     evidence = Evidence(
         step_ms=90.0, baseline="start", baseline_step_ms=120.0, measurements=9, steps=200, measured_unix_s=time.time()
     )
@@ -103,7 +103,7 @@ def kept(world: World, setting: Setting, **more: Any) -> Preset:
                 "key": recording.key,
                 "knobs": setting.knobs(),
                 "evidence": evidence,
-                "model": FACTS.model,
+                "model": Model(model_id="a" * 16, dtype="bfloat16"),
                 "hardware": Hardware(hw_id=recording.key.hw_id, rig="made-up"),
                 "ratios": RATIOS,
                 "usable_cores": recording._here.usable_cores,
@@ -168,7 +168,7 @@ def test_a_preset_that_stands_stays(world: World, store: Store) -> None:
 def test_what_was_not_measured_here_is_compared_first(world: World, more: dict[str, Any], reason: str) -> None:
     best = min(world.space.settings(), key=world.surface.ms)
     if "key" in more:
-        more = {**more, "key": replace(Recording(world.store, FACTS, "published").key, **more["key"])}
+        more = {**more, "key": replace(recording_of(world.store, HERE).key, **more["key"])}
     preset = kept(world, best, **more)
     begun = world.begin()
     assert begun.search.book.trials[0].setting == START
@@ -197,7 +197,7 @@ def test_an_import_that_is_slower_here_loses(world: World, store: Store) -> None
 
 
 def test_far_ratios_are_left_to_the_planner(world: World) -> None:
-    key = replace(Recording(world.store, FACTS, "published").key, micro_batch=2)
+    key = replace(recording_of(world.store, HERE).key, micro_batch=2)
     kept(world, min(world.space.settings(), key=world.surface.ms), key=key, ratios=Ratios(20.0, 1.0))
     assert world.begin().sentence == ""
 
@@ -366,7 +366,7 @@ def test_a_finished_or_another_search_is_not_gone_on_with(world: World) -> None:
         {"options": replace(world.options, seed=2)},
         {"own": replace(START, topk_ratio=0.2)},
         {"space": replace(world.space, dimensions=world.space.dimensions[:2])},
-        {"facts": replace(FACTS, micro_batch=2)},
+        {"micro_batch": 2},
         {"fresh": True},
     ):
         assert world.begin(**more).sentence == ""

@@ -215,7 +215,7 @@ def loaded_and_deaf(rank: int) -> dict[str, Any]:
     return training.told()
 
 
-def _deaf(_: ranks.RankChannel) -> ranks.StepMessages:
+def _deaf(_: ranks.RankChannel) -> tuple[list[ranks.RankMessage], ranks.LeaderMessage]:
     raise ranks.UnheardError("it took too long")
 
 

@@ -27,7 +27,7 @@ from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import run_view
 from zftune.emulation import Rig
 from zftune.errors import DaemonError
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.types import TrialState
 
@@ -183,7 +183,7 @@ class Life:
             return
         with open_store(str(self.world.path)) as store:
             run = next(one for one in store.runs() if one.run_id == self.record)
-            document = explain_document(store, run)
+            document = RunSummary.read(store, run).document()
             account = store.account(self.record)
         assert account is not None
         total = account.total

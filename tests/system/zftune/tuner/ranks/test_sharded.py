@@ -26,7 +26,7 @@ from zftune.attaching import attach_ranks
 from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
 from zftune.emulation import EmulatedAccelerator, Rig
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -34,12 +34,11 @@ from zftune.planner.split import split_of
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.drivers import LocalDriver, SearchDriver
-from zftune.tuner.forecast import forecast_for, rig_machine
 from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for, rig_machine
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -178,7 +177,9 @@ class Training:
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
             "notices": self.tuner.notices,
-            "ranks_ms": None if self.store is None else explain_document(self.store, self.store.runs()[0])["ranks_ms"],
+            "ranks_ms": None
+            if self.store is None
+            else RunSummary.read(self.store, self.store.runs()[0]).document()["ranks_ms"],
             "best": search.book.incumbent.setting.knobs(),
             "gain": None if search.book.gain is None else search.book.gain.share,
             "stopped": [sentence(note) for note in search.notes if note.kind == "stop"],
@@ -247,7 +248,7 @@ def test_ranks_find_what_one_rank_finds(of_ranks: OfRanks, shared: str, searches
     if searches == "daemon":
         return
     assert first["stopped"] == alone["stopped"]
-    assert first["gain"] == pytest.approx(alone["gain"], abs=0.01)
+    assert first["gain"] == pytest.approx(alone["gain"], abs=0.02)  # as exact as the times below
     assert first["budget"] == pytest.approx(alone["budget"], rel=0.1)
     for (*what, score_, predicted_ms), (*other, score_alone, predicted_alone_ms) in zip(
         first["measured"], alone["measured"], strict=True

@@ -20,7 +20,7 @@ from zftune.daemon.runs.states import NotAllowedError
 from zftune.daemon.runs.views import RunDetails, run_details
 from zftune.errors import StoreError
 from zftune.explain.screen import render
-from zftune.explain.summary import explain_document
+from zftune.explain.summary import RunSummary
 from zftune.store import open_store
 from zftune.store.types import PresetState, RunState, TrialState
 from zftune.tuner.record import Recording
@@ -45,7 +45,7 @@ def test_a_search_goes_through_its_states_and_its_knobs_are_kept(world: World) -
     assert not farewell["warning"]
     (run,) = world.store.runs()
     assert run.state is RunState.FINISHED
-    assert not explain_document(world.store, run)["run"]["trained_on"]  # it ended with the training
+    assert not RunSummary.read(world.store, run).document()["run"]["trained_on"]  # it ended with the training
     assert run.run_id == agent.last.record
     assert world.kinds(run.run_id)[-1] == "remark"
     assert agent.forgotten()
@@ -128,9 +128,11 @@ def test_a_rollback_pins_what_was_before_and_bars_what_was_adopted(world: World)
     assert {preset.state for preset in kept} == {PresetState.WITHDRAWN}
     assert {preset.withdrawn_because for preset in kept} == {"it was rolled back by hand"}
     assert {preset.lost_comparisons for preset in kept} == {0}
-    training = facts().run
-    assert training is not None
-    barred = Recording(world.store, training, "published", facts().here).barred()
+    found = facts()
+    assert found.key is not None
+    assert found.trained is not None
+    assert found.here is not None
+    barred = Recording(world.store, found.key, found.trained, found.here).barred()
     assert BarredSetting(adopted, "rollback") in barred  # nor by later runs
     agent.goodbye()
     later = world.agent(run="2" * 32)
@@ -170,7 +172,7 @@ def test_a_stop_ends_the_tuning_with_the_incumbent(world: World) -> None:
     assert agent.last.incumbent == START
     assert "Stopped by hand." in agent.goodbye(over=True)["sentence"]
     (run,) = world.store.runs()
-    found = explain_document(world.store, run)
+    found = RunSummary.read(world.store, run).document()
     assert (found["run"]["state"], found["run"]["trained_on"]) == ("finished", True)
     screen = Console(width=200)
     with screen.capture() as shown_then:
@@ -233,7 +235,7 @@ def test_a_daemon_that_was_killed_loses_nothing(world: World, *, reaped: bool) -
     world.kill()
     world.begin()
     if reaped:
-        assert [one.run_id for one in world.store.reap()] == [record]
+        assert world.store.reap() == [record]
         assert world.kinds(record) == [*before[0], "remark"]  # of one death of a setting that was measured before
     agent.transport = world.transport
     assert agent.forgotten()

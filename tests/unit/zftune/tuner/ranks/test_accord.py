@@ -16,7 +16,7 @@ from tests.support.tiers import repeated
 from zenflow import ZenFlowAdamW, ZenFlowConfig
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.tuner.executor import Verdict
-from zftune.tuner.ranks import KnobConsensus, LeaderMessage, RankMessage, StepMessages, UnheardError
+from zftune.tuner.ranks import KnobConsensus, LeaderMessage, RankMessage, UnheardError
 from zftune.tuner.space import Setting
 
 OWN = ZenFlowConfig(topk_ratio=0.1, update_interval=4, apply_lag=4, host_threads=1)
@@ -42,13 +42,13 @@ class Seat:
         self._round += 1
         self._table.said.setdefault(self._round, {})[self.rank] = (word, talk)
 
-    def hear(self) -> StepMessages:
+    def hear(self) -> tuple[list[RankMessage], LeaderMessage]:
         said = self._table.said[self._round]
         if self.deaf(self._round) or len(said) < self.size:
             raise UnheardError("it took too long")
         talk = said[0][1]
         assert talk is not None
-        return StepMessages([said[rank][0] for rank in range(self.size)], talk)
+        return [said[rank][0] for rank in range(self.size)], talk
 
     def settle(self, number: int, wish: str) -> str:
         return self._table.settled.setdefault(number, wish)

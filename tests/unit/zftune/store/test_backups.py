@@ -1,18 +1,12 @@
-"""The revision makes the tables of the program; a backup of them comes back."""
+"""The tables are made once; a backup of them comes back."""
 
 from __future__ import annotations
 
-import re
 import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 
@@ -21,31 +15,6 @@ from zftune.errors import BadInputError, StoreError
 from zftune.store import open_store, opening
 from zftune.store.opening import chosen, restore
 from zftune.store.tables import Base
-
-
-def test_there_is_one_revision() -> None:
-    config = Config()
-    config.set_main_option("script_location", str(opening.MIGRATIONS))
-    assert [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()] == [opening.HEAD]
-
-
-def test_the_migrations_make_the_tables_of_the_program(path: Path) -> None:
-    open_store(str(path)).close()
-    engine = create_engine(f"sqlite:///{path}")
-    with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
-        assert compare_metadata(context, Base.metadata) == []
-        rows = connection.exec_driver_sql("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
-        made = {str(name): str(statement) for name, statement in rows}
-    engine.dispose()
-    for table in Base.metadata.sorted_tables:  # what the comparison does not look at: constraints, down to their names
-        wanted = str(CreateTable(table).compile(engine))
-        assert sorted(_parts(made[table.name])) == sorted(_parts(wanted))
-
-
-def _parts(statement: str) -> list[str]:
-    body = statement[statement.index("(") + 1 : statement.rindex(")")]
-    return [" ".join(part.split()) for part in re.split(r",(?![^()]*\))", body)]
 
 
 def test_the_tables_can_be_made_on_a_server() -> None:
@@ -66,7 +35,7 @@ def test_the_tables_are_made_by_one_at_a_time(path: Path) -> None:
     assert [store.notices for store in opened] == [[]] * len(threads)
     for store in opened:
         store.close()
-    assert opening.file_state(path).revision == opening.HEAD
+    assert opening.file_state(path).schema == opening.SCHEMA
 
 
 def test_three_backups_are_kept(path: Path) -> None:
@@ -102,7 +71,7 @@ def test_a_backup_comes_back_in_place_of_what_cannot_be_used(path: Path, fault: 
         path.unlink()
     else:
         connection = sqlite3.connect(path)
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE zftune_schema SET number = 9999")
         connection.commit()
         connection.close()
     before = restore(path, chosen(path, "1"))
