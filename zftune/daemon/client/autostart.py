@@ -143,7 +143,6 @@ def log_of(location: Location) -> Path:
 
 
 def _answers(client: DaemonClient) -> bool:
-    """Whether it does."""
     try:
         client.get("/v1/health")
     except StrangerError:

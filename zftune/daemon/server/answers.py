@@ -95,22 +95,18 @@ class DaemonState:
 
     @property
     def live_runs(self) -> int:
-        """Of all services."""
         return sum(service.live_runs() for service in self.services)
 
     @property
     def stores(self) -> list[str]:
-        """Of all services."""
         return [store for service in self.services for store in service.stores()]
 
     @property
     def notices(self) -> list[str]:
-        """Of all services."""
         return [notice for service in self.services for notice in service.notices()]
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since its start."""
         return self.clock() - self.started_s
 
     async def stops_within(self, period_s: float) -> bool:
