@@ -18,7 +18,7 @@ from zenflow.rules import RULES
 from zenflow.sharded import are_sharded
 from zftune.checkpoint.sources import IN_FOLDER, STEPS
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.accessors import link, unlink
+from zftune.integrations.deepspeed.accessors import ParameterOffload, link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
 from zftune.integrations.deepspeed.sharded_files import load_folder
 
@@ -34,6 +34,9 @@ class EngineOptimizer(ZenFlowOptimizer):
         scaler: DeepSpeed's loss scaler; None: the loss is not scaled.
         partition: how ranks share out the state of a whole model; None: they do not.
     """
+
+    parameter_offload: ParameterOffload
+    """At stage 3."""
 
     def __init__(
         self,
