@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 STEPS, BATCH, LR = 4, 4, 2e-3
 WORDS, NEW = 60, 5
@@ -44,7 +44,7 @@ def texts(count: int, length: int, seed: int) -> list[str]:
     return [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
 
 
-def config_of(stage: int, ranks: int) -> dict[str, Any]:
+def config_of(stage: int) -> dict[str, Any]:
     """Of public examples for TRL, with what the Trainer knows left to it."""
     on_host = {"device": "cpu", "pin_memory": False}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": on_host}
@@ -64,7 +64,7 @@ def common(stage: int, folder: Path) -> dict[str, Any]:
     ranks = int(os.environ["WORLD_SIZE"])
     return {
         "output_dir": str(folder / "out"),
-        "deepspeed": config_of(stage, ranks),
+        "deepspeed": config_of(stage),
         "max_steps": STEPS,
         "per_device_train_batch_size": BATCH // ranks,
         "learning_rate": LR,
@@ -202,6 +202,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def trained(name: str, stage: int, folder: Path) -> dict[str, Any]:
+    set_seed(0)  # of heads that the model's file has not, and of the order of batches
     made = TRAINERS[name](common(stage, folder), str(folder / "model"))
     begun = weights_of(made.model)
     torch.manual_seed(int(os.environ["RANK"]))
