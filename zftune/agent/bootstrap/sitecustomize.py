@@ -21,7 +21,19 @@ NOTHING = (
     "own use one line: "
 )
 NOT_STEERED = "zftune: %s: the first step was %s's, which is no optimizer of zenflow; make one: "
-ONE_LINE = "optimizer = zenflow.ZenFlowAdamW(model.parameters(), lr=1e-3, module=model)"
+ONE_LINE = "optimizer = zenflow.ZenFlow%s(%s, module=model)"
+OURS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")  # in this order: torch's AdamW is an Adam
+ARGUMENTS = (
+    "lr",
+    "lr_decay",
+    "betas",
+    "momentum",
+    "dampening",
+    "eps",
+    "initial_accumulator_value",
+    "weight_decay",
+    "nesterov",
+)
 STEERING = (
     ("online", "nothing is tuned"),
     ("schedule", "nothing is replayed"),
@@ -159,22 +171,35 @@ def look_on(_torch: Any) -> None:
     def steps(optimizer: Any, *_: Any) -> None:
         if not is_compiling() and not looked:
             looked.append(True)
-            say(missed(type(optimizer)))
+            say(missed(optimizer))
 
     register_optimizer_step_pre_hook(steps)
 
 
-def missed(kind: Any) -> str:
-    """What is to be said of a training whose first step is one of an optimizer's; "": something comes of it."""
+def missed(optimizer: Any) -> str:
+    """What is to be said of a training whose first step is one of this optimizer's; "": something comes of it."""
     import multiprocessing
 
     if multiprocessing.parent_process() is not None:
         return ""  # perhaps DeepSpeed's own process for updates: what began it speaks
+    kind = type(optimizer)
     is_ours = any(one.__module__.partition(".")[0] == "zenflow" for one in kind.__mro__)
     for name, words in STEERING:
         if wanted().get(name):
-            return "" if is_ours else NOT_STEERED % (words, kind.__name__) + ONE_LINE
-    return "" if is_ours or called else NOTHING + ONE_LINE
+            return "" if is_ours else NOT_STEERED % (words, kind.__name__) + one_line(optimizer)
+    return "" if is_ours or called else NOTHING + one_line(optimizer)
+
+
+def one_line(optimizer: Any) -> str:
+    """What makes one of zenflow in place of the script's optimizer, with its arguments; else which ones there are."""
+    kinds = {one.__name__ for one in type(optimizer).__mro__}
+    kind = next((name for name in OURS if name in kinds), None)
+    if kind is None:
+        return "one of zenflow.ZenFlow" + ", ZenFlow".join(OURS) + ", since it has no " + type(optimizer).__name__
+    values = [(name, optimizer.defaults[name]) for name in ARGUMENTS if name in optimizer.defaults]
+    shown = [name + "=" + repr(value.item() if hasattr(value, "item") else value) for name, value in values]
+    parameters = "model.parameters()" if len(optimizer.param_groups) == 1 else "[...]"
+    return ONE_LINE % (kind, ", ".join([parameters, *shown]))
 
 
 def say(sentence: str) -> None:

@@ -55,6 +55,7 @@ def mark(module: nn.Module) -> None:
     """Give parameters what scripts and DeepSpeed ask those of ZeRO stage 3 for, but for the optimizer's state."""
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from torch.distributed.fsdp import FSDPModule
 
     for number, (name, parameter) in enumerate(module.named_parameters()):
         given: dict[str, Any] = {
@@ -62,6 +63,7 @@ def mark(module: nn.Module) -> None:
             "ds_shape": parameter.shape,
             "ds_numel": parameter.numel(),
             "ds_status": ZeroParamStatus.NOT_AVAILABLE,  # so the engine leaves out what it would send to all ranks
+            "ds_active_sub_modules": set(),
             "ds_persist": False,
             "ds_process_group": deepspeed.comm.get_world_group(),
             "all_gather": _AllGather(module, name),
@@ -69,6 +71,66 @@ def mark(module: nn.Module) -> None:
         }
         for attribute, value in given.items():
             setattr(parameter, attribute, value)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            _mark_once_whole(part)
+
+
+def _mark_once_whole(unit: nn.Module) -> None:
+    """Mark what a unit of FSDP2 has in place of its rows in its forward, which is made in the first one, and stays."""
+
+    def mark(_unit: nn.Module, _args: Any) -> None:
+        handle.remove()
+        mark_whole(unit)
+
+    handle = unit.register_forward_pre_hook(mark)
+
+
+def mark_whole(module: nn.Module) -> None:
+    """Answer scripts that ask whether ZeRO stage 3 has parameters on this rank: yes, those that are whole.
+
+    They get no `ds_id`, by which scripts and DeepSpeed tell what is cut up.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            whole: Any = parameter
+            whole.ds_shape, whole.ds_numel = parameter.shape, parameter.numel()
+            whole.ds_status, whole.ds_active_sub_modules = _Available(), set()
+
+
+class _Available:
+    """Equals DeepSpeed's `ZeroParamStatus.AVAILABLE`."""
+
+    name = "AVAILABLE"
+
+    def __eq__(self, other: object) -> bool:
+        return getattr(other, "name", None) == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ()  # of a copy of the parameter: loads anywhere, with weights_only too
+
+
+class ParameterOffload:
+    """Stands for what gathers parameters in hooks under ZeRO stage 3, and has none here.
+
+    Trainers take those hooks off before they generate, and put them on again. One rank has its parameters whole; those
+    of several are gathered by FSDP2, in whatever way the model is called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        given: Any = module
+        given.ds_external_parameters = tuple  # called, it gives none; a pickle of the model has it by its name
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, _module: nn.Module) -> None:
+        """Put no hook on."""
+
+    _register_hooks_recursively = _register_deepspeed_module  # before 0.16.4
 
 
 def reduce_unused(module: Any) -> None:

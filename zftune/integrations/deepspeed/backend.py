@@ -23,7 +23,7 @@ from zftune.ds_config.reading import MISSING, at, micro_batch_of, stage_of, trut
 from zftune.errors import BadInputError
 from zftune.exactness import keep_exact
 from zftune.integrations import fsdp2
-from zftune.integrations.deepspeed import optimizers, sharded_files
+from zftune.integrations.deepspeed import accessors, optimizers, sharded_files
 from zftune.integrations.deepspeed.choosing import (
     Chosen,
     Training,
@@ -175,12 +175,11 @@ def shard(plan: Plan, module: nn.Module) -> Sharded | None:
     since = f"{size(free)} are free there and a step needs about {size(besides)} beside them"
     if ranks == 1 and stays:
         fsdp2.make_whole(module)
+        accessors.mark_whole(module)
         return None
     fsdp2.require_torch()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from zftune.integrations.deepspeed import accessors
 
     made = fsdp2.shard(
         module,
@@ -400,6 +399,7 @@ def take_over(engine: Any, made: EngineOptimizer, plan: Plan) -> None:
     _allow_direct_backward(engine, made)
     save_with_fp32(engine, made)
     if plan.stage == _SHARDED:
+        made.parameter_offload = accessors.ParameterOffload(engine.module)
         sharded_files.take_over(engine, made, gathers=plan.gathers)
     elif made.is_partitioned:
         sharded_files.save_by_rows(engine, made)

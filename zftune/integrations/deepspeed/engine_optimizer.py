@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +12,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zenflow import ZenFlowConfig
+from zenflow import UnsupportedError, ZenFlowConfig
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.partition import Partition
 from zenflow.rules import RULES
 from zenflow.sharded import are_sharded
 from zftune.checkpoint.sources import IN_FOLDER, STEPS
 from zftune.errors import BadInputError
-from zftune.integrations.deepspeed.accessors import link, unlink
+from zftune.integrations.deepspeed.accessors import ParameterOffload, link, unlink
 from zftune.integrations.deepspeed.optimizers import Recipe
+from zftune.integrations.deepspeed.section import INSTEAD
 from zftune.integrations.deepspeed.sharded_files import load_folder
 
+_logger = logging.getLogger("zftune")
 _SCALER = "loss_scaler"
 _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -29,11 +32,18 @@ _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class EngineOptimizer(ZenFlowOptimizer):
     """What DeepSpeed's engine gets as its optimizer.
 
+    Hooks around `step()` of the script's own optimizer run around this one's, once a step, and get this one: its
+    gradients are those of the model's parameters, neither clipped nor, with fp16, unscaled yet. So with fp16 one that
+    comes before `step()` is refused; one that comes after is left out at steps that are skipped, as DeepSpeed has it.
+
     Args:
         params: where the recipe has no groups of its own.
         scaler: DeepSpeed's loss scaler; None: the loss is not scaled.
         partition: how ranks share out the state of a whole model; None: they do not.
     """
+
+    parameter_offload: ParameterOffload
+    """At stage 3."""
 
     def __init__(
         self,
@@ -50,13 +60,21 @@ class EngineOptimizer(ZenFlowOptimizer):
         self._client: Optimizer | None = recipe.client
         if recipe.client is not None:
             recipe.client.param_groups[:] = self.param_groups  # the same dictionaries: its scheduler drives both
+            self.register_step_pre_hook(_run_before)
+            self.register_step_post_hook(_run_after)
         self.loss_scaler = scaler
         """DeepSpeed's; None where the loss is not scaled."""
         self.given_stage: int | None = None
         """The ZeRO stage of the user's ds_config; the engine itself has none. None: not known."""
-        self._overflow = False
+        self._overflow = self._slept = False
         self._norm: torch.Tensor | None = None
         self._folder: Path | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"engine.optimizer has no '{name}' with the backend zenflow, whose optimizer has no parts of ZeRO's: use "
+            f"what torch's optimizers have, or the accessors in deepspeed.utils, or {INSTEAD}"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the model's names for its parameters: a checkpoint tells whose state is whose.
@@ -120,6 +138,26 @@ class EngineOptimizer(ZenFlowOptimizer):
         self.loss_scaler.update_scale(self._overflow)
         return loss
 
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Move nothing, and say so once: gradients and state have left the device, but for selected columns."""
+        if not self._slept:
+            _logger.warning(
+                "offload_states() moves nothing: the optimizer's state is on the host, and weights stay where they are"
+            )
+        self._slept = True
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Move nothing back."""
+
     def refresh_fp32_params(self) -> None:
         """Nothing is left to do: masters follow whatever is written to the weights."""
 
@@ -181,6 +219,25 @@ class EngineOptimizer(ZenFlowOptimizer):
             self.gather()
         for name, value in scaler.items() if self.loss_scaler is not None else ():
             setattr(self.loss_scaler, name, value)
+
+
+def _run_before(optimizer: EngineOptimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The step hooks of the script's optimizer, which may be registered at any time; likewise `_run_after`."""
+    assert optimizer._client is not None
+    for hook in list(optimizer._client._optimizer_step_pre_hooks.values()):
+        if optimizer.loss_scaler is not None:
+            raise UnsupportedError(
+                f"with fp16 a hook before step() would get gradients that are scaled still: use bf16, or {INSTEAD}"
+            )
+        args, kwargs = hook(optimizer, args, kwargs) or (args, kwargs)
+    return args, kwargs
+
+
+def _run_after(optimizer: EngineOptimizer, args: Any, kwargs: Any) -> None:
+    assert optimizer._client is not None
+    for hook in list(optimizer._client._optimizer_step_post_hooks.values()):
+        if not optimizer._overflow:
+            hook(optimizer, args, kwargs)
 
 
 def _trained(params: Iterable[Any]) -> list[Any]:

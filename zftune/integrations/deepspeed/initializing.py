@@ -126,6 +126,7 @@ def _with_zenflow(original: Wrapped, given: dict[str, Any], config: dict[str, An
     with contextlib.nullcontext() if sharded is None else backend.staying(module):
         result = _call(original, changed, plan.config)
     assert making.optimizer is not None
+    result[0].config = config  # scripts look up there what they have asked for
     backend.take_over(result[0], making.optimizer, plan)
     if section.online and sharded is not None and sharded.on_host:
         _logger.warning("nothing is tuned online: no column of weights on the host can be selected")

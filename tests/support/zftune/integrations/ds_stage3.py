@@ -76,6 +76,32 @@ def loss_by_parts(model: nn.Module, early: list[nn.Parameter], x: torch.Tensor) 
     return loss
 
 
+def asked_as_zero(engine: Any, model: nn.Module) -> dict[str, Any]:
+    """What trainers ask ZeRO-3 for before they generate: TRL's do so by a copy of the function that is called here."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    def all_here() -> bool:
+        parameters: list[Any] = list(model.parameters())
+        return all(one.ds_status == ZeroParamStatus.AVAILABLE for one in parameters)
+
+    found = {"outside": all_here()}
+    x = torch.linspace(-1.0, 1.0, model.get_parameter("inner.weight").shape[1])[None]
+    handle = model.register_forward_pre_hook(lambda *_: found.update({"in its forward": all_here()}))
+    with torch.no_grad():
+        before = model(x)
+        with unwrap_model_for_generation(engine) as unwrapped:
+            offload = engine.optimizer.parameter_offload
+            found["gathered"] = all_here()
+            found["on its modules"] = bool([*offload.module.ds_external_parameters(), *offload.forward_hooks])
+            for parameter in offload.module.parameters():
+                parameter.ds_active_sub_modules.clear()
+            found["generates"] = torch.equal(unwrapped(x), before)
+        found["goes on"] = torch.equal(model(x), before)
+    handle.remove()
+    return found
+
+
 def refused(engine: Any) -> str:
     """What loading a file that lacks all weights says."""
     try:
@@ -115,5 +141,10 @@ def saved(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
 
 
 def visited(engine: Any, model: nn.Module, folder: Path) -> dict[str, Any]:
-    found = {"read": read(engine, model), "files": saved(engine, model, folder), "refused": refused(engine)}
+    found = {
+        "zero": asked_as_zero(engine, model),
+        "read": read(engine, model),
+        "files": saved(engine, model, folder),
+        "refused": refused(engine),
+    }
     return found | {"state": state(engine, model), "written": written(engine, model)}

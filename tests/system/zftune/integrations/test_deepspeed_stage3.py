@@ -228,6 +228,23 @@ def test_the_files_are_those_of_deepspeed(folder: Path, tmp_path: Path, name: st
     assert saved["optimizer"] == {"in_folder": True, "steps": SAVED_AFTER}
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_asks_for_parts_of_zero_3_is_answered_as_it_is(
+    by_ranks: dict[int, list[dict[str, Any]]], ranks: int
+) -> None:
+    """As trainers do before they generate, and in the model's forward."""
+    for seen in by_ranks[ranks]:
+        assert seen["visited"]["visit"]["zero"] == {
+            "outside": ranks == 1,
+            "in its forward": True,
+            "gathered": True,
+            "on its modules": False,
+            "generates": True,
+            "goes on": True,
+        }
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_reads_whole_weights(by_ranks: dict[int, list[dict[str, Any]]], ranks: int) -> None:
     for seen in by_ranks[ranks]:
