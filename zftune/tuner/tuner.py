@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -140,6 +141,7 @@ class Tuner:
         self._close_hook = optimizer.register_close_hook(self.depart)
         if not _open:
             atexit.register(_close_all)
+            importlib.import_module("torch._dynamo.trace_rules").add("zftune")  # the hook is in steps that it compiles
         _open.add(self)
         if consensus is None:  # a launcher sends it to a rank since another one has crashed
             _goodbye.hear()

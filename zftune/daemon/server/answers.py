@@ -89,8 +89,7 @@ class DaemonState:
     def unneeded_s(self) -> float:
         """Seconds since there was a run, or one was announced, as far as this is asked for again and again."""
         self.starting = [one for one in self.starting if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-        if self.live_runs or self.starting:
-            self.expect_run()
+        self.needed_s = self.clock() if self.live_runs or self.starting else self.needed_s
         return self.clock() - self.needed_s
 
     @property
