@@ -232,7 +232,7 @@ def carried(training: Training, parameter: nn.Parameter, state: Mapping[str, Any
     names = (*training.rule.moment_names, STEP)
     if missing := [name for name in names if name not in state]:
         raise ConfigError(f"the state of a parameter has no {', '.join(missing)}; it must have {', '.join(names)}")
-    tensors = {name: _fitting(name, torch.as_tensor(state[name]), parameter).clone() for name in names}
+    tensors = {name: _fitting(name, torch.as_tensor(state[name], device="cpu"), parameter).clone() for name in names}
     return {MASTER: parameter.detach().to("cpu", torch.float32, copy=True), **tensors}
 
 
@@ -367,7 +367,8 @@ class StateView:
             self.resized[name] = value
             self._owner().look_at_state()
         else:
-            self._owner().set_full_state(self.parameter, name, torch.as_tensor(value))
+            given = torch.as_tensor(value, device="cpu") if name == STEP else value  # a step may be a number
+            self._owner().set_full_state(self.parameter, name, given)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
