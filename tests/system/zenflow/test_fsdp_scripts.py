@@ -39,11 +39,11 @@ def test_a_script_finds_what_torch_would_have_made(ranks: Results, name: str) ->
     assert sum(result[name]["count"]["gathered in order"] for result in ranks) > 0
 
 
-def test_gradients_leave_in_backward_and_only_the_first_step_allocates(ranks: Results) -> None:
+def test_gradients_leave_in_backward_and_only_the_first_step_and_close_allocate(ranks: Results) -> None:
     for result in ranks:
         assert result["reserved"] == {
             "allocated in backward": [],
-            "allocated after backward": [1],
+            "allocated after backward": [1, 3],  # at the first close columns change tier: the first step has selected
             "left in backward": list(range(2, STEPS + 1)),
             "left after backward": [1],
         }
