@@ -285,8 +285,7 @@ class _Origin:
     view: StateView
     name: str
     copied: torch.Tensor
-    step: int
-    """After which it was copied."""
+    step: int  # after which it was copied
 
     def follow(self) -> None:
         """Copy it again where a step was taken since."""
@@ -321,7 +320,6 @@ class HandedOut(torch.Tensor):
 
     @classmethod
     def of(cls, made: torch.Tensor, origin: _Origin | None) -> torch.Tensor:
-        """The same as one of these, where it shares the memory of an origin."""
         if origin is None or type(made) is not torch.Tensor:
             return made
         handed_out = made.as_subclass(cls)
@@ -386,7 +384,6 @@ class StateView:
         return self[name] if name in self._names else default
 
     def keys(self) -> KeysView[str]:
-        """The names; gathers nothing."""
         return dict.fromkeys(self._names).keys()
 
     def values(self) -> ValuesView[torch.Tensor]:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -29,7 +30,7 @@ _MAIN = threading.main_thread().ident
 
 
 class HeldSignals:
-    """A context in which the main thread's Python signal handlers wait until it ends; they are called then.
+    """A context in which the main thread's Python signal handlers wait until it ends, and torch.compile traces nothing.
 
     Other threads never run handlers. Contexts may be nested. A second Ctrl-C is not held: whoever insists may have to
     do with something that hangs. Nor is one that `look_for_signals` finds waiting for too long.
@@ -37,7 +38,7 @@ class HeldSignals:
     `patient`: hold a second Ctrl-C too, also where another context is around this one.
     """
 
-    __slots__ = ("_before", "_came", "_inside", "_numbers", "_patient", "_since_s")
+    __slots__ = ("_before", "_came", "_inside", "_numbers", "_patient", "_since_s", "_tracer")
 
     _outermost: ClassVar[HeldSignals | None] = None
     _patient_inside: ClassVar[int] = 0
@@ -51,6 +52,7 @@ class HeldSignals:
         self._inside = False
 
     def __enter__(self) -> None:
+        self._tracer = set_eval_frame(None)  # of a train step that is compiled
         if threading.get_ident() != _MAIN:
             return  # handlers run in the main thread alone
         if HeldSignals._outermost is not None:  # which holds them already
@@ -66,9 +68,11 @@ class HeldSignals:
             HeldSignals._outermost = self
         except BaseException:  # of a handler that was not replaced yet
             self._restore()
+            set_eval_frame(self._tracer)
             raise
 
     def __exit__(self, *_: object) -> None:
+        set_eval_frame(self._tracer)
         HeldSignals._patient_inside -= self._inside
         if HeldSignals._outermost is not self:
             return

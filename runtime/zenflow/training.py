@@ -38,8 +38,7 @@ PATIENCE_S = 60.0
 """Most time that the host gets for its work once nobody can ask for anything any more."""
 _logger = logging.getLogger("zenflow")
 
-Live = list[Gradient]
-"""Of the parameters that have one in this step."""
+Live = list[Gradient]  # of the parameters that have one in this step
 
 
 class Training:

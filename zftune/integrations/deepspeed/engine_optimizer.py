@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -124,13 +125,13 @@ class EngineOptimizer(ZenFlowOptimizer):
         if self._client is not None:
             self._client._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn
         if self.loss_scaler is None:
-            loss = super().step(closure)
+            loss = _step(self, closure)
             self._norm = self.grad_norm
             return loss
         # Filled there: a number of the host would be copied, and the copy wait for backward.
         self.grad_scale = torch.full((), self.cur_scale, dtype=torch.float32, device=self.device.torch_device)
         try:
-            loss = super().step(closure)
+            loss = _step(self, closure)
         finally:
             del self.grad_scale
         self._norm = self.grad_norm
@@ -219,6 +220,12 @@ class EngineOptimizer(ZenFlowOptimizer):
             self.gather()
         for name, value in scaler.items() if self.loss_scaler is not None else ():
             setattr(self.loss_scaler, name, value)
+
+
+def _step(optimizer: EngineOptimizer, closure: Any) -> float | None:
+    """`ZenFlowOptimizer.step` without the hooks that torch gives it once a plain one was made: this one has its own."""
+    loss: float | None = inspect.unwrap(ZenFlowOptimizer.step)(optimizer, closure)
+    return loss
 
 
 def _run_before(optimizer: EngineOptimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:

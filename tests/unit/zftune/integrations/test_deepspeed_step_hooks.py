@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from zenflow import UnsupportedError, ZenFlowConfig
+from zenflow.optimizer import ZenFlowOptimizer
+from zenflow.rules import RULES
 from zftune.integrations.deepspeed.engine_optimizer import EngineOptimizer
 from zftune.integrations.deepspeed.optimizers import from_client
 
@@ -29,6 +31,8 @@ class Scaler:
 def trained(scaler: Any = None) -> Iterator[tuple[nn.Linear, torch.optim.AdamW, EngineOptimizer]]:
     model = nn.Linear(4, 4)
     client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    defaults = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    ZenFlowOptimizer([nn.Parameter(torch.ones(2, 2))], defaults, RULES["adamw"]).close()  # torch hooks its step()
     made = EngineOptimizer([], from_client(client), CONFIG, model, scaler)
     yield model, client, made
     made.close()
