@@ -232,8 +232,7 @@ def carried(training: Training, parameter: nn.Parameter, state: Mapping[str, Any
     names = (*training.rule.moment_names, STEP)
     if missing := [name for name in names if name not in state]:
         raise ConfigError(f"the state of a parameter has no {', '.join(missing)}; it must have {', '.join(names)}")
-    tensors = {name: _fitting(name, torch.as_tensor(state[name], device="cpu"), parameter).clone() for name in names}
-    return {MASTER: parameter.detach().to("cpu", torch.float32, copy=True), **tensors}
+    return {name: _fitting(name, torch.as_tensor(state[name], device="cpu"), parameter).clone() for name in names}
 
 
 def begin_carried(training: Training, given: Mapping[nn.Parameter, Mapping[str, torch.Tensor]], groups: Groups) -> None:
@@ -243,7 +242,7 @@ def begin_carried(training: Training, given: Mapping[nn.Parameter, Mapping[str, 
     weights = [weight for weight in training.model.weights if weight.parameter in given]
     start(training.runtime, weights)
     for weight in weights:
-        tensors = dict(given[weight.parameter])
+        tensors = {MASTER: weight.parameter.detach().to("cpu", torch.float32, copy=True), **given[weight.parameter]}
         tensors["count"] = tensors[STEP].repeat(max(1, weight.plan.columns))
         weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])
     training.gradients.stream(weights)

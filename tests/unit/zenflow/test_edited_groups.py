@@ -6,12 +6,13 @@ import copy
 import io
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.tiers import repeated
 from zenflow import ConfigError, UnsupportedError, ZenFlowAdamW, ZenFlowConfig, ZenFlowError
@@ -121,14 +122,19 @@ EDITS = [
 ]
 
 
-def edit(run: Run, chance: random.Random) -> None:
-    chosen = chance.choice(EDITS)
+Edit = Callable[[Run, random.Random], None]
+
+
+def edit(run: Run, chance: random.Random, besides: Sequence[Edit]) -> None:
+    chosen = chance.choice([one for one in EDITS if one not in besides])
     if chosen not in (Run.swap, Run.scale, Run.hold):
         run.held.clear()  # torch may have other tensors afterwards
     chosen(run, chance)
 
 
-def trained(seed: int, make: Callable[[list[Any]], torch.optim.Optimizer]) -> list[Tensor]:
+def trained(
+    seed: int, make: Callable[[list[Any]], torch.optim.Optimizer], besides: Sequence[Edit] = ()
+) -> list[Tensor]:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     run = Run(make)
@@ -136,12 +142,12 @@ def trained(seed: int, make: Callable[[list[Any]], torch.optim.Optimizer]) -> li
         for weight in run.weights:
             (weight * torch.randn_like(weight)).sum().backward()
         if step % 3 == 2:  # gradients have left
-            edit(run, chance)
+            edit(run, chance, besides)
         run.optimizer.step()
         for weight in run.weights:
             weight.grad = None
         if step % 4 == 1 or run.held:
-            edit(run, chance)
+            edit(run, chance, besides)
     if isinstance(run.optimizer, ZenFlowAdamW):
         assert len(run.optimizer.state_dict()["state"]) == sum(map(len, run.lists))
         run.optimizer.flush()
@@ -157,6 +163,39 @@ def test_what_is_in_the_groups_is_trained(seed: int, setting: str) -> None:
     theirs = trained(seed, lambda groups: torch.optim.AdamW(groups, lr=1e-2))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, atol=3e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("seed", range(repeated(12)))
+def test_late_updates_are_applied_before_the_groups_change(seed: int) -> None:
+    """Gradients do not depend on the weights here: what is late comes to the same."""
+    config = ZenFlowConfig(topk_ratio=0.2, update_interval=3)
+    reading = (Run.replace, Run.resize, Run.scale, Run.hold)  # what is late is not in what they read
+    ours = trained(seed, lambda groups: ZenFlowAdamW(groups, lr=1e-2, config=config), besides=reading)
+    theirs = trained(seed, lambda groups: torch.optim.AdamW(groups, lr=1e-2), besides=reading)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=3e-6, rtol=0.0)
+
+
+def test_state_that_ranks_share_is_set_by_assignment_alone() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model: Any = fully_shard(nn.Linear(6, 8))
+        optimizer = ZenFlowAdamW(model.parameters(), config=ZenFlowConfig(topk_ratio=0.2), module=model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(2, 6)).sum().backward()
+            optimizer.step()
+        moment = optimizer.state[model.weight]["exp_avg"]
+        assert moment.to_local().any()
+        optimizer.state[model.weight]["exp_avg"] = torch.zeros_like(moment)
+        assert not optimizer.state[model.weight]["exp_avg"].to_local().any()
+        del optimizer.state[model.weight]
+        with pytest.raises(UnsupportedError, match=r"which ranks share: use add_param_group"):
+            optimizer.step()
+        optimizer.abandon()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_two_parameters_over_one_memory_are_refused_by_name() -> None:
