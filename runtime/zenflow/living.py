@@ -90,6 +90,8 @@ def sharing(taking: ZenFlowOptimizer) -> list[ZenFlowOptimizer]:
     Raises UnsupportedError if each has some that the other has not, as those of an actor and a critic do.
     """
     mine, found = _trained(taking), []
+    if any(mine.keys() & _trained(other).keys() for other in all_training()):
+        gc.collect()  # an optimizer and its scheduler, which refer to each other, may be all that is left
     for other in all_training():
         theirs = _trained(other)
         shared = mine.keys() & theirs.keys()

@@ -34,8 +34,7 @@ from zenflow.signals import HeldSignals
 from zenflow.stats import Traffic
 from zenflow.weight import WeightState
 
-PATIENCE_S = 60.0
-"""Most time that the host gets for its work once nobody can ask for anything any more."""
+PATIENCE_S = 60.0  # that the host gets at most for its work once nobody can ask for anything any more
 _logger = logging.getLogger("zenflow")
 
 Live = list[Gradient]  # of the parameters that have one in this step

@@ -220,13 +220,14 @@ def test_of_two_optimizers_over_one_weight_the_first_says_why_it_has_ended() -> 
 
 def test_optimizers_that_share_a_trunk_are_refused_by_its_name() -> None:
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("trunk", "actor", "critic")})
-    first = ZenFlowAdamW([*model["trunk"].parameters(), *model["actor"].parameters()], module=model)
+    first: Any = ZenFlowAdamW([*model["trunk"].parameters(), *model["actor"].parameters()], module=model)
     with pytest.raises(UnsupportedError, match=r"and others: trunk\.bias, trunk\.weight\. Make one optimizer"):
         ZenFlowAdamW([*model["trunk"].parameters(), *model["critic"].parameters()], module=model)
     model["trunk"](torch.randn(2, 4)).sum().backward()
     first.step()  # it goes on
-    first.close()
-    ZenFlowAdamW(model["trunk"].parameters(), module=model).close()
+    first.first = first  # a cycle, as a scheduler and its optimizer are
+    del first
+    ZenFlowAdamW([*model["trunk"].parameters(), *model["critic"].parameters()], module=model).close()
 
 
 @pytest.mark.parametrize("knobs", [*SETTINGS.values(), {"topk_ratio": 0.3, "update_interval": 3}])
