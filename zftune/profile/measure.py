@@ -170,10 +170,10 @@ def measure(task: Task, system: System, steps: int, on_step: OnStep) -> Measurem
 
 def lateness(slack: Slack) -> str | None:
     """Why a run on a rig cannot be accepted; None if it can."""
-    if slack.late > MAX_LATE_SHARE * slack.segments:
-        return f"{slack.late} of {slack.segments} segments were late"
     if slack.host_s and slack.late_host_s > MAX_LATE_SHARE * slack.host_s:  # work without bytes has no rate
         return f"the host was {slack.late_host_s / slack.host_s:.1%} slower than the rig's"
+    if slack.late > MAX_LATE_SHARE * slack.segments:
+        return f"{slack.late} of {slack.segments} segments were late"
     return None
 
 
