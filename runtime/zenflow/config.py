@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -10,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
-from zenflow.ds_config import modernized
 from zenflow.errors import ConfigError
 from zenflow.host.cores import MAX_THREADS
 from zenflow.names import did_you_mean
@@ -240,6 +240,27 @@ class ZenFlowConfig:
                 meant = did_you_mean(name, LIVE_KNOBS)
                 raise ConfigError(f"{name} cannot be changed while it trains: {', '.join(LIVE_KNOBS)} can{meant}")
         return replace(self, **knobs)
+
+
+_TRUE = ("true", "1", "1.0", "yes", "on", "t", "y")  # what pydantic takes for true
+
+
+def modernized(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which old names are replaced as DeepSpeed replaces them.
+
+    `zero_optimization: true` is stage 1; `cpu_offload: true` and `cpu_offload_param: true` are the sections
+    `offload_optimizer` and `offload_param` with device "cpu". Beside those sections DeepSpeed refuses them: they stay.
+    """
+    changed = copy.deepcopy(dict(config))
+    zero = changed.get("zero_optimization")
+    if isinstance(zero, bool):
+        changed["zero_optimization"] = {"stage": int(zero)}
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if isinstance(zero, Mapping) and str(zero.get(old)).lower() in _TRUE and new not in zero:
+            section = changed["zero_optimization"]
+            del section[old]
+            section[new] = {"device": "cpu"}
+    return changed
 
 
 def read_ds_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, Any, str]]]:

@@ -286,16 +286,20 @@ class _Origin:
     copied: torch.Tensor
     step: int  # after which it was copied
 
+    def _owner(self) -> ZenFlowOptimizer | None:
+        """None where what it shows is in no state that is trained with."""
+        owner = self.view.owner()
+        lives = owner is not None and owner.trains and any(one is self.view for one in owner.state.values())
+        return owner if lives else None
+
     def follow(self) -> None:
         """Copy it again where a step was taken since."""
-        owner = self.view.owner()
-        if owner is not None and owner.trains and owner.steps != self.step:
+        if (owner := self._owner()) is not None and owner.steps != self.step:
             self.copied.copy_(owner.full_state(self.view.parameter)[self.name])
             self.step = owner.steps
 
     def write(self) -> None:
-        owner = self.view.owner()
-        if owner is not None and owner.trains:
+        if self._owner() is not None:
             self.view[self.name] = self.copied
 
 
@@ -326,9 +330,10 @@ class HandedOut(torch.Tensor):
         return handed_out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor).clone()
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._origin.follow()
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 

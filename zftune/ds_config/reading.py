@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from zenflow import ConfigError
-from zenflow.ds_config import modernized
+from zenflow.config import modernized
 from zftune.ds_config.text import load, parse, read_file, refuse_duplicates
 from zftune.errors import BadInputError
 

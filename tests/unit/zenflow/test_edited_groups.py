@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -257,6 +258,35 @@ def test_a_moment_that_was_written_in_place_is_read_again(knobs: dict[str, Any])
     assert not torch.equal(moment, before)
     optimizer.close()
     moment.zero_()  # which nothing follows any more
+
+
+def test_a_moment_that_is_in_no_state_any_more_is_a_tensor_like_others() -> None:
+    weight = nn.Parameter(torch.randn(6, 8))
+    optimizer = ZenFlowAdamW([weight], config=ZenFlowConfig(**SETTINGS["synchronous"]))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["params"][0].square().sum().backward()
+        optimizer.step()
+
+    step()
+    held = optimizer.state[weight]["exp_avg"]
+    step()
+    assert torch.equal(copy.deepcopy(held), optimizer.state[weight]["exp_avg"])
+    assert torch.equal(pickle.loads(pickle.dumps(held)), optimizer.state[weight]["exp_avg"])
+    state = optimizer.state.pop(weight)
+    optimizer.param_groups[0]["params"][0] = fresh = nn.Parameter(torch.randn(6, 8))
+    optimizer.state[fresh] = state
+    state["exp_avg"].zero_()  # by its new name, before a step
+    gradient = 2 * fresh.detach()
+    step()
+    moment = optimizer.state[fresh]["exp_avg"]
+    torch.testing.assert_close(moment, 0.1 * gradient)  # zeros, and one update
+    before = held.clone()
+    held.add_(1.0)
+    assert torch.equal(held, before + 1.0)
+    assert torch.equal(optimizer.state[fresh]["exp_avg"], moment)
+    optimizer.close()
 
 
 def test_a_moment_of_another_size_is_refused_where_its_parameter_stays() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zenflow.ds_config import modernized
+from zenflow.config import modernized
 from zftune.ds_config.facts import TESTED
 from zftune.ds_config.reading import TELLTALES, at, offload_device, path_of, read_given
 from zftune.errors import BadInputError

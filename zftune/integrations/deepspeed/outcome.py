@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zenflow.config import read_ds_config
-from zenflow.ds_config import modernized
+from zenflow.config import modernized, read_ds_config
 from zftune.ds_config.facts import BATCH, OWN_KNOBS, TESTED_UPSTREAM, scrambles
 from zftune.ds_config.reading import MISSING, Place, at, enabled, offload_device, path_of, shown, stage_of
 from zftune.errors import BadInputError

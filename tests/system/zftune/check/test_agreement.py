@@ -14,7 +14,7 @@ from tests.support.zftune.check.asked import ask
 from tests.support.zftune.check.cases import CASES, ZERO, safe
 from tests.support.zftune.check.shapes import some_config
 from zenflow import ZenFlowError
-from zenflow.ds_config import modernized
+from zenflow.config import modernized
 from zftune.ds_config import reading
 from zftune.ds_config.reading import MISSING, Source, offload_device
 from zftune.errors import BadInputError
