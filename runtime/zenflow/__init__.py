@@ -1,6 +1,5 @@
 """ZenFlow: an optimizer whose state is split between the GPU and the host, exact where exactness is defined."""
 
-from zenflow.bandwidth import HostBandwidth, host_bandwidth
 from zenflow.config import ZenFlowConfig
 from zenflow.device import CpuDevice, CudaDevice, Device
 from zenflow.errors import (
@@ -26,7 +25,6 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Device",
-    "HostBandwidth",
     "HostEngineError",
     "HostMemoryError",
     "Partition",
@@ -42,5 +40,4 @@ __all__ = [
     "ZenFlowLion",
     "ZenFlowOptimizer",
     "ZenFlowSGD",
-    "host_bandwidth",
 ]

@@ -58,7 +58,7 @@ def code() -> str:
     """Digest of what the figures come from: what measures, and the host code."""
     native = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "csrc").glob("*.?pp"))]
     own = [str((HERE / "hostupdate" / f"{name}.py").relative_to(ROOT)) for name in MEASURES]
-    return code_digest(*own, *native, "runtime/zenflow/bandwidth.py")
+    return code_digest(*own, *native, "zftune/telemetry/bandwidth.py")
 
 
 def rivals(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[list[OptimizerKind], dict[str, str]]:

@@ -19,12 +19,12 @@ from rich.progress import track  # noqa: E402
 from rich.table import Table  # noqa: E402
 from studykit import Results, code_digest, parser, spread, write_json  # noqa: E402
 
-from zenflow import host_bandwidth  # noqa: E402
+from zftune.telemetry.bandwidth import host_bandwidth  # noqa: E402
 
 INTERVALS = (1, 2, 4, 8)
 ROUNDS, ELEMENTS = 9, 1 << 25
 QUICK_ROUNDS, QUICK_ELEMENTS = 3, 1 << 23
-CODE = ("runtime/zenflow/bandwidth.py", "csrc/bandwidth.cpp")
+CODE = ("zftune/telemetry/bandwidth.py", "csrc/bandwidth.cpp")
 
 
 def thread_counts(cores: int) -> list[int]:

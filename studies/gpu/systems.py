@@ -19,10 +19,10 @@ from gpu.record import Record, UnavailableError, figures_of
 from gpu.training import Loop, Ours, Times, Trainee, config_of, timed, trainee_of
 from torch.utils.data import DataLoader, Dataset
 
-from zenflow import host_bandwidth
 from zenflow.stats import StepStats
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, ModelFacts
+from zftune.telemetry.bandwidth import host_bandwidth
 
 _PROFILED = 3
 _KEPT_S = 8.0

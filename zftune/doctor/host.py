@@ -34,9 +34,9 @@ def bandwidth_checks(has_cuda: bool, pcie: tuple[int, int] | None) -> Iterator[C
 
 
 def _host() -> Check:
-    from zenflow import HostEngineError, host_bandwidth
-    from zenflow.bandwidth import DEFAULT_ELEMENTS
+    from zenflow import HostEngineError
     from zenflow.host.limits import available_host_bytes
+    from zftune.telemetry.bandwidth import DEFAULT_ELEMENTS, host_bandwidth
 
     name = "host memory"
     free = available_host_bytes()

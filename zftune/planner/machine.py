@@ -67,7 +67,7 @@ def machine_here() -> Machine:
         "compute_share": (_TRAINING_SHARE, "estimate: of a large product's rate; give --compute-ms to replace it"),
         "link_d2h_gbps": (down, "measured: copies to pinned memory"),
         "link_h2d_gbps": (up, "measured: copies from pinned memory"),
-        "host_gbps": (host, f"measured: zenflow.host_bandwidth() on {threads} threads"),
+        "host_gbps": (host, f"measured: the streams of a host update on {threads} threads"),
         "host_update_gelements_s": (
             _UPDATES_A_CORE * max(1, cores // 2),
             f"estimate: half of the cores with {_UPDATES_A_CORE}e9 element updates a second each",
@@ -93,7 +93,8 @@ def _host_memory() -> int:
 
 
 def _host_gbps() -> tuple[float, int]:
-    from zenflow import HostEngineError, host_bandwidth
+    from zenflow import HostEngineError
+    from zftune.telemetry.bandwidth import host_bandwidth
 
     try:
         measured = host_bandwidth(repeats=_REPEATS)

@@ -122,7 +122,7 @@ def host(
     Args:
         rig_gbps: what the rig's host does; None: it is this machine's.
     """
-    from zenflow import host_bandwidth
+    from zftune.telemetry.bandwidth import host_bandwidth
 
     elements = sum(step.host_elements for step in stats)
     milliseconds = sum(step.host_ms for step in stats)

@@ -34,7 +34,7 @@ from hostupdate.timing import (
     settings,
     window_sampler,
 )
-from zenflow import host_bandwidth
+from zftune.telemetry.bandwidth import host_bandwidth
 
 INTERVALS = (1, 4, 8)
 MAIN_THREAD = "main-thread"

@@ -13,7 +13,7 @@ from studykit import spread
 
 from hostupdate.contenders import Contender
 from hostupdate.machine import GRADIENT_BYTES, RESULT_BYTES, STATE_BYTES, Machine
-from zenflow import host_bandwidth
+from zftune.telemetry.bandwidth import host_bandwidth
 
 PASS, IN_CACHE = "no-arithmetic pass", "in-cache replay"
 _PAUSE_S = 0.003  # OpenMP's threads spin for a while after a parallel loop, on cores that the next contender needs

@@ -98,7 +98,8 @@ def test_threads_that_cannot_be_started() -> None:
     # Room for some of the stacks, not for all: those that did start must be let go, and nothing may hang.
     script = """
 import resource
-from zenflow import _native, bandwidth, errors
+from zenflow import _native, errors
+from zftune.telemetry import bandwidth
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
 try:

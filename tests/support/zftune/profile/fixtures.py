@@ -17,7 +17,7 @@ EXAMPLE = DATA / "example.json"
 def memory_is_not_probed() -> Iterator[None]:
     """A probe takes a second of all cores, and a profile would hold this machine's figure."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zenflow.host_bandwidth", lambda: SimpleNamespace(gbps_max=40.0))
+        patch.setattr("zftune.telemetry.bandwidth.host_bandwidth", lambda: SimpleNamespace(gbps_max=40.0))
         yield
 
 

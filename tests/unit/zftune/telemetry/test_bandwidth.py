@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zenflow import bandwidth
-from zenflow.bandwidth import host_bandwidth
 from zenflow.errors import ConfigError
 from zenflow.host.cores import host_cores
+from zftune.telemetry import bandwidth
+from zftune.telemetry.bandwidth import host_bandwidth
 
 Words = npt.NDArray[np.uint32]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zenflow.errors import ConfigError, HostEngineError
 from zenflow.host.cores import host_cores
+from zenflow.host.native import load_native
 
 DEFAULT_ELEMENTS = 1 << 25
 """With 4 gradients of 2 bytes: 0.7 GB, well above any last-level cache that a core sees."""
@@ -86,22 +87,19 @@ def _run(
     elements: int, update_interval: int, gradient_bytes: int, repeats: int, cpus: list[int]
 ) -> tuple[list[float], int]:
     """Seconds of each timed pass, and the checksum of the memory after the last."""
-    try:
-        from zenflow import _native
-    except ImportError as error:
-        raise HostEngineError(f"zenflow's native module cannot be loaded ({error}); reinstall zftune") from error
-
+    native = load_native()
     memory = elements * (_STATE_MEMORY + _RESULT + update_interval * gradient_bytes)
     try:
         if memory > sys.maxsize:
             raise MemoryError
-        return _native.bandwidth(
+        found: tuple[list[float], int] = native.bandwidth(
             elements=elements,
             update_interval=update_interval,
             gradient_bytes=gradient_bytes,
             repeats=repeats,
             cpus=cpus,
         )
+        return found
     except MemoryError:
         raise MemoryError(f"host_bandwidth could not get {memory} bytes of host memory; lower elements") from None
     except RuntimeError as error:
