@@ -124,10 +124,10 @@ std::size_t add(zenflow::Engine& engine, const std::string& rule, std::size_t co
 std::uint64_t submit_update(zenflow::Engine& engine, std::size_t weight, std::vector<zenflow::Part> parts,
                             const std::optional<HyperArgument>& mean,
                             const std::optional<std::pair<Address, std::string>>& weights,
-                            std::optional<Address> packed) {
+                            std::optional<Address> packed, float coast) {
     zenflow::Result result;
     if (weights) {
-        result = {zenflow::Result::Kind::weights, at<std::byte>(weights->first), dtype_of(weights->second)};
+        result = {zenflow::Result::Kind::weights, at<std::byte>(weights->first), dtype_of(weights->second), coast};
     } else if (packed) {
         result = {zenflow::Result::Kind::packed, at<std::byte>(*packed), zenflow::Dtype::fp32};
     }
@@ -359,7 +359,7 @@ NB_MODULE(_native, m) {
         .def("allocate", &allocate, "nbytes"_a, "interval_bytes"_a)
         .def("register", &add, "rule"_a, "columns"_a, "rows"_a, "master"_a, "moments"_a, "count"_a)
         .def("update", &submit_update, "weight"_a, "parts"_a, nb::kw_only(), "mean"_a.none(), "weights"_a.none(),
-             "packed"_a.none())
+             "packed"_a.none(), "coast"_a = 0.0F)
         .def("read", &submit_read, "weight"_a, "first"_a, "targets"_a, "weights"_a, "dtype"_a, "keep"_a)
         .def("unpack", &submit_unpack, "weight"_a, "slots"_a, "packed"_a)
         .def(

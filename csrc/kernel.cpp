@@ -67,17 +67,25 @@ template <class R>
     });
 }
 
-template <class R, class Format>
+// Where a weight will be after the updates that it misses, if no more gradients came.
+[[gnu::always_inline]] inline float coasted(float after, float before, float factor) {
+    return after + (after - before) * factor;
+}
+
+// With `shown`, also what the run's result is to show of the block.
+template <class R, class Format, bool kCoasts = false>
 [[gnu::always_inline]] inline void update_block(const Run& run, std::size_t first,
                                                 const typename Format::Stored* __restrict gradient, float factor,
-                                                const Constants& constants) {
+                                                const Constants& constants, float* __restrict shown = nullptr) {
     const Constants c = constants;  // the stores below cannot change a local copy
+    const float coast = run.coast;
     float* __restrict w = run.master + first;
     float* __restrict m0 = R::kMoments > 0 ? run.moments[0] + first : nullptr;
     float* __restrict m1 = R::kMoments > 1 ? run.moments[1] + first : nullptr;
     for (std::size_t i = 0; i < kBlock; ++i) {
         Element e{w[i], {R::kMoments > 0 ? m0[i] : 0.0f, R::kMoments > 1 ? m1[i] : 0.0f}};
         R::update(e, Format::widen(gradient[i]) * factor, c);
+        if constexpr (kCoasts) shown[i] = coasted(e.w, w[i], coast);
         w[i] = e.w;
         if constexpr (R::kMoments > 0) m0[i] = e.moments[0];
         if constexpr (R::kMoments > 1) m1[i] = e.moments[1];
@@ -90,11 +98,11 @@ template <class Format>
     for (std::size_t i = 0; i < n; ++i) target[i] = Format::narrow(source[i]);
 }
 
-[[gnu::always_inline]] inline void write_result(const Run& run, std::size_t first) {
+[[gnu::always_inline]] inline void write_result(const Run& run, std::size_t first, const float* source) {
     if (run.result == nullptr) return;
     with_format(run.result_dtype, [&](auto format) __attribute__((always_inline)) {
         using Format = decltype(format);
-        narrow_elements<Format>(run.master + first, static_cast<typename Format::Stored*>(run.result) + first, kBlock);
+        narrow_elements<Format>(source, static_cast<typename Format::Stored*>(run.result) + first, kBlock);
     });
 }
 
@@ -102,18 +110,24 @@ template <class Format>
 template <class R>
 ZENFLOW_CLONES void replay_blocks(const Run& run, std::span<const Gradient> gradients,
                                   std::span<const Constants> constants) {
+    const bool coasts = run.coast != 0 && run.result != nullptr;
     for (std::size_t first = 0; first + kBlock <= run.size; first += kBlock) {
         fetch_state<R>(run, first);
+        float shown[kBlock];
         for (std::size_t s = 0; s < gradients.size(); ++s) {
             const Gradient& g = gradients[s];
             with_format(g.dtype, [&](auto format) __attribute__((always_inline)) {
                 using Format = decltype(format);
                 const auto* gradient = elements<Format>(g.data, first);
                 fetch(gradient);
-                update_block<R, Format>(run, first, gradient, g.factor, constants[s]);
+                if (coasts && s + 1 == gradients.size()) {
+                    update_block<R, Format, true>(run, first, gradient, g.factor, constants[s], shown);
+                } else {
+                    update_block<R, Format>(run, first, gradient, g.factor, constants[s]);
+                }
             });
         }
-        write_result(run, first);
+        write_result(run, first, coasts ? shown : run.master + first);
     }
 }
 
@@ -145,7 +159,7 @@ ZENFLOW_CLONES void average_blocks(const Run& run, std::span<const Gradient> gra
         }
         for (std::size_t i = 0; i < kBlock; ++i) mean[i] = mean[i] / n;
         update_block<R, Fp32>(run, first, mean, 1.0f, constants);
-        write_result(run, first);
+        write_result(run, first, run.master + first);
     }
 }
 
@@ -163,6 +177,7 @@ void replay_rest(const Run& rest, std::span<const Gradient> gradients, std::size
     const std::size_t state_bytes = rest.size * sizeof(float);
     float state[1 + kMaxMoments][kBlock] = {};
     float gradient[kBlock] = {};
+    float before[kBlock];
     std::memcpy(state[0], rest.master, state_bytes);
     for (std::size_t k = 0; k < R::kMoments; ++k) std::memcpy(state[1 + k], rest.moments[k], state_bytes);
 
@@ -171,10 +186,14 @@ void replay_rest(const Run& rest, std::span<const Gradient> gradients, std::size
         const Gradient& g = gradients[s];
         std::memcpy(gradient, offset(g.data, g.dtype, first), rest.size * element_bytes(g.dtype));
         const Gradient copied{gradient, g.dtype, g.factor};
+        std::memcpy(before, state[0], sizeof before);
         replay_blocks<R>(padded, {&copied, 1}, constants.subspan(s, 1));
     }
     std::memcpy(rest.master, state[0], state_bytes);
     for (std::size_t k = 0; k < R::kMoments; ++k) std::memcpy(rest.moments[k], state[1 + k], state_bytes);
+    if (rest.coast != 0) {
+        for (std::size_t i = 0; i < rest.size; ++i) state[0][i] = coasted(state[0][i], before[i], rest.coast);
+    }
     if (rest.result != nullptr) narrow(state[0], rest.result, rest.result_dtype, rest.size);
 }
 

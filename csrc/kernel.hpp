@@ -34,6 +34,8 @@ struct Run {
     float* moments[kMaxMoments];  // null beyond the rule's; sgd's is not touched without momentum, and may be null
     void* result;                 // null: none is wanted
     Dtype result_dtype;
+    // How many times the last update is added to the result alone: where it will be seen, some updates are missing.
+    float coast = 0;
 };
 
 std::size_t element_bytes(Dtype dtype);

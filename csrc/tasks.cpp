@@ -138,6 +138,7 @@ void Update::apply(const Part& part, std::size_t target, std::size_t element, st
     const std::size_t out = row_of(part.out, target);
     if (result_.kind == Result::Kind::weights) {
         run.result = result_.data + (out * columns_.rows + element) * element_bytes(result_.dtype);
+        run.coast = result_.coast;
     }
     if (mean_ && !part.entries.empty()) {
         average(columns_.rule, run, cut.gradients, cut.constants.front());

@@ -61,6 +61,7 @@ struct Result {
     Kind kind = Kind::none;
     std::byte* data = nullptr;
     Dtype dtype = Dtype::fp32;  // of weights: [n, rows]. packed: [n, rows * (1 + moments) + 1] words of 32 bits
+    float coast = 0;            // of weights: how many times the last update is added to them
 };
 
 // Applies the entries to the targets: replayed, or averaged into one update with the hyperparameters of `mean`.

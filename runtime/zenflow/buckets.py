@@ -50,6 +50,8 @@ class Part:
     start: int  # in the bucket's elements
     entry_bytes: int  # that are planned for each entry of the log
     log: list[LogEntry] = field(default_factory=list)
+    ahead: bool = False
+    """Whether the weights hold something else than the masters round to, once nothing is in flight."""
     sample: Sample | None = None
     """Of the masters as the last window left them; None: not known."""
     reading: tuple[Transfer, torch.Tensor] | None = None

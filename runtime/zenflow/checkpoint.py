@@ -91,26 +91,27 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
             )
             for entry in entries
         ],
-        flights=_flights(training, weight),
+        flights=[saved for saved, _ in _flights(training, weight)],
+        ahead=_ahead(weight),
         auto=training.auto.sums_of(weight) if training.begun else [],
         ledger=[] if training.runtime.ledger is None else list(training.runtime.ledger.totals(weight.name)),
         firings=training.gradients.expected(weight),
     )
 
 
-def _flights(training: Training, weight: WeightState) -> list[SavedUpdate]:
-    return [
-        SavedUpdate(
-            window.part.index - weight.plan.first_bucket, flight.due, window.decay(), window.passed_over, window.steps
-        )
-        for flight in training.model.windows.in_flight
-        for of, window in flight.parts()
-        if of is weight
-    ]
+def _flights(training: Training, weight: WeightState) -> list[tuple[SavedUpdate, torch.Tensor]]:
+    """Of each bucket in flight, what is said of it and its result."""
+    first, flights = weight.plan.first_bucket, training.model.windows.in_flight
+    mine = ((flight.due, window) for flight in flights for of, window in flight.parts() if of is weight)
+    return [(window.saved(window.part.index - first, due), window.result) for due, window in mine]
+
+
+def _ahead(weight: WeightState) -> list[int]:
+    return sorted(number - weight.plan.first_bucket for number in weight.late - weight.in_flight)
 
 
 def _shown(weight: WeightState, place: int) -> torch.Tensor:
-    """What training sees of a bucket in flight."""
+    """What training sees of a late bucket."""
     assert weight.deferred is not None
     if weight.shown is not None:
         return weight.shown[place]
@@ -158,7 +159,9 @@ def _tensors_here(training: Training, weight: WeightState) -> dict[str, Any]:
     tensors["slots"][slots] = torch.arange(len(slots), dtype=torch.int32, device="cpu")
     if weight.deferred is not None:
         tensors["log"] = tuple(rows for _, rows in weight.deferred.logged())
-        tensors["shown"] = tuple(_shown(weight, flight.bucket) for flight in _flights(training, weight))
+        flights = _flights(training, weight)
+        shown = [_shown(weight, place) for place in [*(saved.bucket for saved, _ in flights), *_ahead(weight)]]
+        tensors["shown"] = (*shown, *(result.clone() for saved, result in flights if saved.coasts))
     return tensors
 
 
@@ -316,10 +319,13 @@ def _restore_weight(
         assert weight.deferred is not None
         hyper = _hyper(training, groups[weight.group], entry.hyper)
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
+    rows = iter(rows.cpu() for rows in tensors["shown"])
+    weight.shown = {bucket: next(rows) for bucket in saved.late_buckets}
     for flight in saved.flights:
-        training.model.windows.restore(weight, flight)
-    shown = zip(saved.buckets_in_flight, tensors["shown"], strict=True)
-    weight.shown = {bucket: rows.cpu() for bucket, rows in shown}
+        training.model.windows.restore(weight, flight, next(rows) if flight.coasts else None)
+    for place in saved.ahead:
+        assert weight.deferred is not None
+        weight.deferred.parts[place].ahead = True
     if flushed:
         training.before_use(weight.parameter, Unflush(training, weight))
 

@@ -8,7 +8,8 @@ how the state was split:
 
 `count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
 of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
-flight, [slots, rows] in the model's dtype. A parameter that has always been frozen, or has no state yet, has its
+flight and of each that is shown ahead of its masters, [slots, rows] in the model's dtype; behind these it has what is
+on its way of each bucket in flight that coasts. A parameter that has always been frozen, or has no state yet, has its
 "shape" alone, as int64.
 
 Of parameters that are sharded over ranks, master and moments are DTensors as the parameter is, on the CPU. `log` and
@@ -34,7 +35,7 @@ from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
 from zenflow.sharded import Rows, local_rows
 
-FORMAT = "zenflow.optimizer/1"
+FORMAT = "zenflow.optimizer/2"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
 BY_COLUMN = ("count", "slots", "importance", "proposed")
@@ -64,6 +65,8 @@ class SavedUpdate:
     """The bucket's slots that it did not update."""
     steps: list[int]
     """Whose gradients it has applied."""
+    coasts: bool
+    """Whether it will show more than the masters round to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class SavedWeight:
     """Whether a gradient that counts has chosen its columns."""
     log: list[SavedEntry]
     flights: list[SavedUpdate]
+    ahead: list[int]
+    """Numbers, counted in this weight, of other buckets whose weights are not what their masters round to."""
     auto: list[float]
     """Zen-auto's sums over the open window: n, selected, deferred; empty where there are none."""
     ledger: list[int]
@@ -86,8 +91,14 @@ class SavedWeight:
     """Backward passes that the next step is expected to have."""
 
     @property
-    def buckets_in_flight(self) -> list[int]:
-        return [flight.bucket for flight in self.flights]
+    def late_buckets(self) -> list[int]:
+        """Of whose weights `shown` tells what training sees, in this order."""
+        return [*(flight.bucket for flight in self.flights), *self.ahead]
+
+    @property
+    def shown(self) -> int:
+        """How many tensors `shown` has."""
+        return len(self.late_buckets) + sum(flight.coasts for flight in self.flights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +233,17 @@ def _of_this_rank(
     }
     if rows.has_none:
         count = torch.zeros(max(1, plan.columns), dtype=torch.int32, device="cpu")
-        return replace(weight, plan=plan, log=[], flights=[]), {**found, "count": count, "log": (), "shown": ()}
-    for name, expected in (("log", weight.log), ("shown", weight.flights)):
+        return replace(weight, plan=plan, log=[], flights=[], ahead=[]), {
+            **found,
+            "count": count,
+            "log": (),
+            "shown": (),
+        }
+    for name, expected in (("log", len(weight.log)), ("shown", weight.shown)):
         parts = state.get(name) or {}
-        if not isinstance(parts, Mapping) or parts.keys() != {str(number) for number in range(len(expected))}:
+        if not isinstance(parts, Mapping) or parts.keys() != {str(number) for number in range(expected)}:
             raise CheckpointError(
-                f'{where}["{name}"] has not the {len(expected)} parts of the open window: load a state_dict of '
+                f'{where}["{name}"] has not the {expected} parts of the open window: load a state_dict of '
                 "this rank, one that was saved after flush(), or a folder of zenflow.distributed.save()"
             )
         columns = [_here(f'{where}["{name}"]', parts[str(number)], shape[:-1]) for number in range(len(parts))]
@@ -306,7 +322,7 @@ def _check_weight(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
     shown = state.get("shown")
-    if not isinstance(shown, (tuple, list)) or len(shown) != len(weight.flights):
-        raise CheckpointError(f'{where}["shown"] has not the {len(weight.flights)} buckets that are in flight')
-    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.buckets_in_flight):
+    if not isinstance(shown, (tuple, list)) or len(shown) != weight.shown:
+        raise CheckpointError(f'{where}["shown"] has not the {weight.shown} tensors of the buckets that are late')
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.late_buckets):
         raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")

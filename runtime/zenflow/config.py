@@ -18,6 +18,7 @@ from zenflow.names import did_you_mean
 Auto = Literal["auto"]
 SelectStrategy = Literal["auto", "step", "epoch"]
 DeferredUpdate = Literal["replay", "mean"]
+LookAhead = Literal["none", "coast"]
 Pipeline = Literal["bucket", "none"]
 
 # Of an "auto" update interval: the length of windows where no weight has both selected and deferred columns.
@@ -76,6 +77,7 @@ LIVE_KNOBS = (
     "max_grad_norm",
     "deferred_update",
     "apply_lag",
+    "look_ahead",
     "pipeline",
     "skip_nonfinite",
     "host_threads",
@@ -122,6 +124,9 @@ class ZenFlowConfig:
     """Apply a window's gradients one by one ("replay") or as one update with their mean ("mean", the paper)."""
     apply_lag: int | None = None
     """L in 1..S: steps over which a window's buckets become visible; None means S (all of an "auto" window)."""
+    look_ahead: LookAhead = "none"
+    """"coast": show deferred weights as they would be after the updates that they lack, if no more gradients came, so
+    that lateness costs less; the masters stay exact. Only with `deferred_update="replay"`."""
     pipeline: Pipeline = "bucket"
     """"bucket": host and H2D follow D2H bucket by bucket; "none": one after the other (DeepSpeed's order)."""
     skip_nonfinite: bool = False
@@ -365,6 +370,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool], Sequence[str]]] = {
         for name, words in (
             ("select_strategy", get_args(SelectStrategy)),
             ("deferred_update", get_args(DeferredUpdate)),
+            ("look_ahead", get_args(LookAhead)),
             ("pipeline", get_args(Pipeline)),
         )
     },
@@ -379,6 +385,8 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, (allowed, is_allowed, words) in _ALLOWED.items():
         if not is_allowed(values[name]):
             yield name, f"{allowed}{did_you_mean(values[name], words)}"
+    if values["look_ahead"] == "coast" and values["deferred_update"] == "mean":
+        yield "look_ahead", '"none" with deferred_update "mean"'
     limit = "max_update_interval" if values["update_interval"] == "auto" else "update_interval"
     lag, longest = values["apply_lag"], values[limit]
     if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):

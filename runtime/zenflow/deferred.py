@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zenflow.buckets import Part, Sample, SentPart, transfers_of
+from zenflow.checkpoint_format import SavedUpdate
 from zenflow.control import StepControl
 from zenflow.device import Transfer
 from zenflow.host.engine import Job
@@ -18,7 +19,7 @@ from zenflow.layout import WeightPlan
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
 from zenflow.selection import BucketMove, Move
-from zenflow.state import ColumnState, reread
+from zenflow.state import ColumnState, followed
 from zenflow.stats import Moved
 
 _SAMPLED_ELEMENTS = 4096
@@ -46,6 +47,8 @@ class PartWindow:
     """Memory traffic of the task."""
     restored_decay: float = 1.0
     restored_steps: tuple[int, ...] = ()
+    coasts: bool = False
+    """Whether the result is more than the masters round to; once the job is done."""
     moved: Moved | None = None
     """How far it has moved a sample of its weights, once the job is done."""
 
@@ -65,6 +68,9 @@ class PartWindow:
         """What its updates multiply a weight with, only once the job is done."""
         factors = (entry.hyper.decay for entry in self.entries if entry.live()[1])
         return math.prod(factors, start=self.restored_decay)
+
+    def saved(self, place: int, due: int) -> SavedUpdate:
+        return SavedUpdate(place, due, self.decay(), self.passed_over, self.steps, self.coasts)
 
     @property
     def steps(self) -> list[int]:
@@ -255,25 +261,25 @@ class DeferredTier:
             part.bucket.places.append(place)
             part.log.append(LogEntry(step, HostGradient(pieces, 0, saved.numel(), transfer), hyper, control))
 
-    def restore_window(
-        self, number: int, slots: range | torch.Tensor, decay: float, steps: Sequence[int]
-    ) -> PartWindow:
+    def restore_window(self, saved: SavedUpdate, coming: torch.Tensor | None) -> PartWindow:
         """A part's window that the host has applied and that is not visible yet.
 
         Args:
-            slots: those that the window updated, [n] int64 where they are not all of the part's.
-            decay: what its updates multiplied a weight with.
+            coming: its result, [n, rows], where it is more than the masters round to.
         """
-        part = self.parts[number]
+        part = self.parts[saved.bucket]
+        slots: range | torch.Tensor = part.slots
+        if saved.passed_over:
+            slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
         if isinstance(slots, range):
             columns, masters = part.columns, self.state.master[slots.start : slots.stop]
         else:
             columns, masters = self._runtime.send_index(self.slot_columns[slots]), self.state.master[slots]
         result = self._result(part, part.start, len(slots))
-        result.copy_(masters)
-        return PartWindow(
-            part, slots, columns, result, 0, self._slots, [], restored_decay=decay, restored_steps=tuple(steps)
-        )
+        result.copy_(masters if coming is None else coming)
+        window = PartWindow(part, slots, columns, result, 0, self._slots, [], coasts=coming is not None)
+        window.restored_decay, window.restored_steps = saved.decay, tuple(saved.steps)
+        return window
 
     def rewrite_window(self, window: PartWindow, before: torch.Tensor, matrix: torch.Tensor) -> None:
         """Let a window's updates count on top of weights that somebody wrote while it was in flight.
@@ -286,16 +292,32 @@ class DeferredTier:
             window: whose job is done, whose result is on no way, and not visible yet; receives its new result.
         """
         part, slots = window.part, window.slots
-        old, new = (self.on_host(one, part.columns) for one in (before, matrix))
-        masters = self.state.master[part.slots.start : part.slots.stop]
+        old, new, masters = self._rewritten(part, before, matrix)
         inside = torch.zeros(len(part.slots), dtype=torch.bool, device="cpu")
         inside[torch.as_tensor(slots, device="cpu") - part.slots.start] = True
+        last = masters[inside]
         moved = masters + window.decay() * (new.float() - old.float())
         moved = torch.where(old == new, masters, moved)
-        masters.copy_(torch.where(inside.unsqueeze(1), moved, reread(masters, new)))
-        part.sample = None
-        window.result.copy_(masters[inside])
+        masters.copy_(torch.where(inside.unsqueeze(1), moved, followed(masters, old, new)))
+        if window.coasts:
+            moved = window.result.float() + (masters[inside] - last)
+            window.result.copy_(torch.where((old == new)[inside], window.result, moved.to(window.result.dtype)))
+        else:
+            window.result.copy_(masters[inside])
         window.restored_decay, window.restored_steps, window.entries = window.decay(), tuple(window.steps), []
+
+    def rewrite(self, part: Part, before: torch.Tensor, matrix: torch.Tensor) -> None:
+        """Let the masters of a part that is not in flight follow what somebody wrote."""
+        old, new, masters = self._rewritten(part, before, matrix)
+        masters.copy_(followed(masters, old, new))
+
+    def _rewritten(
+        self, part: Part, before: torch.Tensor, matrix: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[slots, rows] each, in host memory: weights before and after, and the masters themselves."""
+        part.sample = None
+        old, new = (self.on_host(one, part.columns) for one in (before, matrix))
+        return old, new, self.state.master[part.slots.start : part.slots.stop]
 
     def on_host(self, matrix: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Columns of a matrix in host memory; waits for them.
@@ -341,17 +363,20 @@ class DeferredTier:
 
     # --- a close ---------------------------------------------------------------------------------------------------
 
-    def close_part(self, part: Part, closing: Hyper, move: BucketMove | None, start: int) -> PartWindow | None:
-        """Take a part's logged window for the bucket's job, and begin an empty log; None: there is nothing to apply.
+    def close_part(
+        self, part: Part, closing: Hyper, move: BucketMove | None, start: int, missing: float
+    ) -> PartWindow | None:
+        """Take a part's logged window for the bucket's job, and begin an empty log; None: there is nothing to show.
 
         Args:
             move: columns that change tier at this close; their slots are passed over.
             start: where in the bucket's results there is room, in elements.
+            missing: updates that the results are to be moved on by.
         """
         if part.reading is not None:  # its memory is not written before this window
             part.sample, part.reading = self._left(part), None
         entries, part.log = part.log, []
-        if not entries or (move is not None and len(move.staying_columns) == 0):
+        if not (entries or part.ahead) or (move is not None and len(move.staying_columns) == 0):
             return None  # whoever leaves has read them before the next step overwrites them
         if move is None:
             slots: range | torch.Tensor = part.slots
@@ -361,14 +386,16 @@ class DeferredTier:
             targets = Targets(slots, [(entry, move.change.staying_rows) for entry in entries])
             columns = move.staying_columns
         result = self._result(part, start, len(slots))
-        task = Update(self._host, [targets], self._closing(closing), weights=result)
+        task = Update(self._host, [targets], self._closing(closing), weights=result, missing=missing)
         nbytes = self._update_bytes(result.numel(), entries)
         return PartWindow(part, slots, columns, result, start, self._slots, entries, task, nbytes)
 
     def done(self, window: PartWindow) -> None:
         """Account for a window whose job is done; called by a thread of the engine."""
-        if self._runtime.ledger is not None and window.task is not None:
-            self._runtime.ledger.apply_on_host(self._name, window.task)
+        if window.task is not None:
+            window.coasts = window.task.coast() != 0
+            if self._runtime.ledger is not None:
+                self._runtime.ledger.apply_on_host(self._name, window.task)
         self.note_movement(window)
         window.task = None  # its memory may be needed elsewhere
 

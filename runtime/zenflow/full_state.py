@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,13 @@ def flushed(training: Training) -> Iterator[int]:
         for weight in training.model.weights:
             if not weight.restored:
                 weight.shown = {}
-            for place, part in _pending(weight, weight.in_flight):
+            for place, part in _pending(weight):
                 rows = _preview(training, weight, part)
                 held = None  # the masters round to it
                 if weight.restored:  # it may not be loaded yet, or be loaded again: what is not as saved stays
                     held = _held(weight, part)
                     rows = torch.where(held == _trained(weight, place, part), rows, held)
-                elif part.index in weight.in_flight:
+                elif part.index in weight.late:
                     assert weight.shown is not None
                     held = weight.shown[place] = _held(weight, part)
                 changed.append((weight, part, held))
@@ -109,7 +109,7 @@ class Unflush:
 
     def _compare(self) -> None:
         weight, found, alike, elements = self._weight, [], 0, 0
-        for place, part in _pending(weight, weight.in_flight):
+        for place, part in _pending(weight):
             held = _held(weight, part)
             from_file = held == _preview(self._training, weight, part)
             found.append((part, torch.where(from_file, _trained(weight, place, part), held)))
@@ -120,10 +120,10 @@ class Unflush:
                 _show(weight, part, rows)
 
 
-def _pending(weight: WeightState, in_flight: Container[int]) -> list[tuple[int, Part]]:
-    """Parts that have something pending, with their numbers in the weight."""
-    parts = [] if weight.deferred is None else weight.deferred.parts
-    return [(place, one) for place, one in enumerate(parts) if one.log or one.index in in_flight]
+def _pending(weight: WeightState) -> list[tuple[int, Part]]:
+    """Parts that a flush would change, with their numbers in the weight."""
+    parts, late = [] if weight.deferred is None else weight.deferred.parts, weight.late
+    return [(place, one) for place, one in enumerate(parts) if one.log or one.index in late]
 
 
 def _tier(weight: WeightState) -> DeferredTier:
@@ -216,6 +216,8 @@ def write(
     weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])
     if name == MASTER:
         parameter.copy_(values)
+        for part in () if weight.deferred is None else weight.deferred.parts:
+            part.ahead = False
     training.leave_weights()
 
 

@@ -52,7 +52,7 @@ class ModelState:
 
     @property
     def has_pending(self) -> bool:
-        """Whether gradients wait that a reader of the weights would not see everywhere.
+        """Whether a reader of the weights would not see all gradients everywhere, or predicted updates.
 
         Waits for the device to tell which steps were skipped, so that all ranks say the same.
         """
@@ -60,12 +60,17 @@ class ModelState:
         for entry in entries:
             if entry.control is not None:
                 entry.control.transfer.wait()
-        return any(entry.may_count for entry in entries) or self._restored_flies()
+        return any(entry.may_count for entry in entries) or self._restored_flies() or self.shows_ahead
+
+    @property
+    def shows_ahead(self) -> bool:
+        """Whether any weights hold something else than their masters round to, in flight or not."""
+        return any(part.ahead for weight in self.weights if weight.deferred for part in weight.deferred.parts)
 
     @property
     def may_lack_updates(self) -> bool:
         """`has_pending`, as far as is known: waits for nothing, so that ranks may differ."""
-        return any(entry.may_count for entry in self._pending()) or self._restored_flies()
+        return any(entry.may_count for entry in self._pending()) or self._restored_flies() or self.shows_ahead
 
     def _restored_flies(self) -> bool:
         """Whether something is in flight whose entries are not here: it was restored, or written under."""

@@ -17,6 +17,12 @@ class StepPlan:
     closes: bool
     synchronous: bool
     """Whether a window that closes here is applied here (warm-up, or no overlap)."""
+    exact: bool = False
+    """Whether weights that become visible here are what their masters round to, whatever looks ahead."""
+
+    def missing(self, due: int) -> float:
+        """Updates that what closes here and is visible after the step `due` lacks in the mean while it is."""
+        return 0.0 if self.exact else (self.window_steps - 1) / 2 + due - self.step
 
 
 class WindowClock:
@@ -39,18 +45,18 @@ class WindowClock:
         self.window_steps += 1
         warm = self.step <= self.config.full_warm_up_rounds
         closes = warm or close or self.window_steps >= self.config.longest_window
-        return StepPlan(self.step, self.window_steps, closes, warm or at_once or not self.config.overlap_step)
+        synchronous = warm or at_once or not self.config.overlap_step
+        return StepPlan(self.step, self.window_steps, closes, synchronous, exact=at_once)
 
     def close(self) -> None:
         """End the open window; the next step begins a new one."""
         self.window_steps = 0
 
 
-def due_step(*, close_step: int, bucket: int, buckets: int, lag: int, window_steps: int) -> int:
+def due_step(close_step: int, window_steps: int, lag: int, *, bucket: int, buckets: int) -> int:
     """The step after which a bucket of an overlapped window becomes visible, if no window closes before.
 
-    `e_w + 1 + floor(b * min(L, n_w) / B)`: spread over the lag, so that H2D makes no spike. e_w is `close_step`; b,
-    from 0 to B - 1 in forward order, is the bucket, n_w the steps in the window, L the lag in steps.
+    `e_w + 1 + floor(b * min(L, n_w) / B)`: spread over the lag, so that H2D makes no spike. b is from 0 to B - 1.
     """
     return close_step + 1 + bucket * min(lag, window_steps) // buckets
 

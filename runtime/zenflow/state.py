@@ -139,3 +139,9 @@ class ColumnState:
 def reread(master: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Masters from weights that somebody wrote to: in fp32, but the old master where it rounds to its weight."""
     return torch.where(master.to(weights.dtype) == weights, master, weights.float())
+
+
+def followed(master: torch.Tensor, before: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Masters of weights that somebody has changed: moved as far as these, where they were not their rounding."""
+    moved = torch.where(master.to(before.dtype) == before, weights.float(), master + (weights.float() - before.float()))
+    return torch.where(before == weights, master, moved)

@@ -338,8 +338,8 @@ class Training:
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
         windows.apply(self.clock.step, record, everything=True)
-        if self.clock.window_steps:
-            plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True)
+        if self.clock.window_steps or self.model.shows_ahead:
+            plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True, exact=True)
             windows.close(plan, self.hypers, windows.resolve_pending(record), record)
             self._end_window()
             self.finish_late()

@@ -133,12 +133,15 @@ class Windows:
     ) -> None:
         """Hand a bucket's window to the host, as one job."""
         places, bucket.places = bucket.places, []
+        late = due_step(plan.step, plan.window_steps, self.config.lag, bucket=bucket.kind[0], buckets=self.buckets)
+        due = plan.step if plan.synchronous else late
+        missing = 0.0 if self.config.look_ahead == "none" else plan.missing(due)
         weights: list[WeightState] = []
         windows: list[PartWindow] = []
         numel = 0
         for weight, part, leaves in parts:
             assert weight.deferred is not None
-            window = weight.deferred.close_part(part, hypers[weight.group], leaves, numel)
+            window = weight.deferred.close_part(part, hypers[weight.group], leaves, numel, missing)
             if window is not None:
                 weights.append(weight)
                 windows.append(window)
@@ -148,8 +151,9 @@ class Windows:
             log.give_back(places)
             return
         log.promise(places)
-        inputs = transfers_of([entry for window in windows for entry in window.entries])
-        gradients = windows[-1].entries[-1].gradient.transfer
+        entries = [entry for window in windows for entry in window.entries]
+        inputs = transfers_of(entries)
+        gradients = entries[-1].gradient.transfer if entries else None
         if in_turn and runtime.last_d2h is not None:  # only when every gradient has arrived, as DeepSpeed does
             inputs.append(gradients := runtime.last_d2h)
         if bucket.sent is not None:
@@ -162,7 +166,6 @@ class Windows:
                 tier.done(window)
             log.give_back(places)
 
-        due = plan.step if plan.synchronous else self._due(plan, windows[0].part.index)
         job = Job(
             f"updating {_named(weights)}",
             self._device,
@@ -184,13 +187,10 @@ class Windows:
             weight.in_flight.add(window.part.index)
         self.moved.update(flight.weights)
 
-    def restore(self, weight: WeightState, saved: SavedUpdate) -> None:
-        """Put a saved flight of a weight under way again."""
+    def restore(self, weight: WeightState, saved: SavedUpdate, coming: torch.Tensor | None) -> None:
+        """Put a saved flight of a weight under way again; `coming` is its result where its masters do not tell."""
         assert weight.deferred is not None
-        slots: range | torch.Tensor = weight.deferred.parts[saved.bucket].slots
-        if saved.passed_over:
-            slots = torch.tensor(sorted({*slots} - {*saved.passed_over}), device="cpu")
-        window = weight.deferred.restore_window(saved.bucket, slots, saved.decay, saved.steps)
+        window = weight.deferred.restore_window(saved, coming)
         job = self._resent(window.result.view(-1))
         self._fly(PendingUpdate([weight], [window], job, None, saved.due))
 
@@ -200,9 +200,12 @@ class Windows:
         return self._runtime.engine.submit(job)
 
     def _rewrite(self, weight: WeightState, before: torch.Tensor) -> None:
-        """Let what is in flight count on top of what was written; `before` has the weight's shape."""
+        """Let what is in flight, or shown ahead, count on top of what was written; `before` has the weight's shape."""
         assert weight.deferred is not None
         self._runtime.engine.drain()
+        for part in weight.deferred.parts:
+            if part.ahead and part.index not in weight.in_flight:
+                weight.deferred.rewrite(part, weight.plan.view(before), weight.matrix())
         for flight in self.in_flight:
             mine = [window for of, window in flight.parts() if of is weight]
             if not mine:
@@ -215,15 +218,6 @@ class Windows:
             assert done.result is not None
             flight.job = self._resent(done.result)
             self._arrivals.done(done)
-
-    def _due(self, plan: StepPlan, bucket: int) -> int:
-        return due_step(
-            close_step=plan.step,
-            bucket=bucket,
-            buckets=self.buckets,
-            lag=self.config.lag,
-            window_steps=plan.window_steps,
-        )
 
     def _apply_synchronously(self, step: int, in_turn: bool, record: StepRecord) -> None:
         if not in_turn:
@@ -304,6 +298,7 @@ class Windows:
         self._arrivals.done(job)
         for weight, window in flight.parts():
             weight.in_flight.discard(window.part.index)
+            window.part.ahead = window.coasts
         self.moved.update(flight.weights)
         self.in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes

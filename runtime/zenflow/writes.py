@@ -91,6 +91,8 @@ class WriteWatch:
             self._before, self._way = self._copied(values), "copied"
         else:
             self._copy = None
+            if keep and self._before is None:
+                self._before = values.clone()
         self._kept = keep and self._before is not None
         if not keep and self._way == "shared":
             self._before = None  # the memory stays marked, and the first write costs nothing

@@ -22,7 +22,7 @@ from convergence.analysis import hurting_rate, rule_rate  # noqa: E402
 from convergence.data import texts  # noqa: E402
 from convergence.plot import draw  # noqa: E402
 from convergence.probe import instrument, probe  # noqa: E402
-from convergence.report import markdown  # noqa: E402
+from convergence.report import look_ahead_table, markdown  # noqa: E402
 from convergence.setting import BETWEEN, RATES, REGIMES, SEEDS, Setting, four_of  # noqa: E402
 from convergence.store import Store  # noqa: E402
 from convergence.train import Scale, World, train  # noqa: E402
@@ -60,6 +60,7 @@ PARTS: dict[str, Part] = {
     "upstream": lambda _: parts.upstream(),
     "scratch-grid": lambda _: parts.grid("from scratch"),
     "scratch-between": lambda _: parts.between("from scratch"),
+    "look-ahead": lambda _: parts.look_ahead(),
     "remedies": lambda _: parts.remedies(),
     "crossover": crossover,
     "instruments": lambda _: parts.instruments(),
@@ -138,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(world, store, [] if arguments.report else names, arguments.again, status.update)
     tables = markdown(store.runs)
     (folder / "table.md").write_text(tables, encoding="utf-8")
+    (folder / "look-ahead.md").write_text(look_ahead_table(store.runs), encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 240)
     console.print(tables, markup=False, highlight=False)
     if undrawn := draw(folder, store.runs):

@@ -38,6 +38,15 @@ class ReferenceRule:
     """Of a parameter group, as in torch."""
     decoupled: bool
     """Whether weight decay is a factor on the weights instead of a part of the gradient."""
+    ratio: str | None = None
+    """Hyperparameter by which an update shrinks to the next one without a gradient; None: there is no next one."""
+
+    def coast(self, hyper: Hyper, missing: float) -> float:
+        """How many times the last update is what the next `missing` ones add if no more gradients come."""
+        if self.ratio is None:
+            return 0.0
+        r = hyper[self.ratio] if self.ratio else 1.0
+        return missing if r == 1 else r * (1 - r**missing) / (1 - r)
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """A copy of what the group says now."""
@@ -104,20 +113,21 @@ def sgd(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hyper)
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 
-ADAMW = ReferenceRule(decoupled_adam, 2, {**_ADAM, "weight_decay": 1e-2}, decoupled=True)
-ADAM = ReferenceRule(adam, 2, {**_ADAM, "weight_decay": 0.0}, decoupled=False)
+ADAMW = ReferenceRule(decoupled_adam, 2, {**_ADAM, "weight_decay": 1e-2}, decoupled=True, ratio="beta1")
+ADAM = ReferenceRule(adam, 2, {**_ADAM, "weight_decay": 0.0}, decoupled=False, ratio="beta1")
 ADAGRAD = ReferenceRule(
     adagrad,
     1,
     {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
     decoupled=False,
 )
-LION = ReferenceRule(lion, 1, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, decoupled=True)
+LION = ReferenceRule(lion, 1, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}, decoupled=True, ratio="")
 SGD = ReferenceRule(
     sgd,
     1,
     {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
     decoupled=False,
+    ratio="momentum",
 )
 
 
@@ -188,6 +198,7 @@ class Weight:
     log: list[Entry] = field(default_factory=list)
     due: dict[int, int] = field(default_factory=dict)  # applied column -> step after which it is visible
     due_decay: float = 1.0  # what the updates of the columns in `due` multiplied a weight with
+    coming: dict[int, Tensor] = field(default_factory=dict)  # due column -> what it shows, where not its rounded master
     left: Tensor | None = None  # [rows, columns]: the weight as the last step left it
     energy: Energy = field(default_factory=Energy)
 
@@ -245,18 +256,22 @@ class Weight:
     def follow_writes(self) -> bool:
         """Take the masters from what somebody else wrote since `leave`; returns whether anybody did.
 
-        What is due later counts on top of it. A weight that is what its master rounds to keeps the master.
+        What is due later counts on top of it. A weight that was what its master rounds to is read; where it showed
+        something else, the master moves as far as the weight did.
         """
         now = matrix(self.param.detach(), self.transposed)
         if self.master is None or self.left is None or torch.equal(now, self.left):
             return False
         due = torch.zeros(self.columns, dtype=torch.bool, device=now.device)
         due[list(self.due)] = True
-        moved = torch.where(
-            now == self.left, self.master, self.master + self.due_decay * (now.float() - self.left.float())
-        )
-        read = torch.where(self.master.to(now.dtype) == now, self.master, now.float())
-        self.master = torch.where(due, moved, read)
+        written, change = now != self.left, now.float() - self.left.float()
+        late = self.master + self.due_decay * change
+        read = torch.where(self.master.to(now.dtype) == self.left, now.float(), self.master + change)
+        before = self.master
+        self.master = torch.where(written, torch.where(due, late, read), before)
+        for column, coming in self.coming.items():
+            moved = coming.float() + (self.master[:, column] - before[:, column])
+            self.coming[column] = torch.where(written[:, column], moved.to(now.dtype), coming)
         return True
 
     def top(self, importance: Tensor) -> set[int]:
@@ -317,12 +332,15 @@ class Weight:
             moment[:, at] = new
 
     def show(self, columns: Iterable[int]) -> None:
-        """Round the masters of some columns into the weight."""
+        """Round the masters of some columns, or what they are moved on to, into the weight."""
         at = torch.tensor(list(columns), dtype=torch.long, device=self.param.device)
         if self.master is None or not len(at):
             return
         seen = matrix(self.param.detach(), self.transposed).clone()
         seen[:, at] = self.master[:, at].to(seen.dtype)
+        for column in at.tolist():
+            if column in self.coming:
+                seen[:, column] = self.coming[column]
         self.param.detach().copy_((seen.t() if self.transposed else seen).reshape(self.param.shape))
 
 
@@ -509,8 +527,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Close the window here and make everything visible."""
         self._follow_writes()
-        self._close(at_once=True)
+        self._close(at_once=True, exact=True)
         self._show_due()
+        for weight in self._weights:
+            weight.show(weight.slot)
         self._leave_weights()
 
     def pending_entries(self) -> list[tuple[Tensor, int]]:
@@ -624,7 +644,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         for new in planned:
             if new.param in known and not new.planned_like(known[new.param]):
                 known[new.param].pending = None  # it is going to choose among other columns
-        self._close(at_once=True)
+        self._close(at_once=True, exact=True)
+        for weight in self._weights:
+            weight.show(weight.slot)
         self.config = config
         for new in planned:
             if new.param in known:
@@ -632,7 +654,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 known[new.param].replan(new)
         self._weights = [known.get(new.param, new) for new in planned]
 
-    def _close(self, at_once: bool) -> None:
+    def _close(self, at_once: bool, exact: bool = False) -> None:
         lag = min(self.config.apply_lag or self.config.longest_window, self._window_steps)
         buckets = max((weight.first_bucket + max(1, weight.bucket_count) for weight in self._weights), default=1)
         self._drop_selections_like_the_old()
@@ -640,14 +662,22 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             weight.energy = Energy()
             self.events["in flight at a close"] += bool(weight.due)
             weight.show(weight.due)
-            weight.due = {}
+            weight.due, weight.coming = {}, {}
             if self._window_steps:
-                self._apply(weight)
+                last, coasted = self._apply(weight)
                 for column, slot in weight.slot.items():
                     bucket = weight.first_bucket + slot // weight.bucket_slots
                     leaving = weight.pending is not None and column in weight.pending
                     later = self._step + 1 + bucket * lag // buckets
-                    weight.due[column] = self._step if at_once or leaving else later
+                    weight.due[column] = due = self._step if at_once or leaving else later
+                    missing = (self._window_steps - 1) / 2 + due - self._step
+                    times = coasted(missing)
+                    if times and self.config.look_ahead == "coast" and not exact and not leaving:
+                        self.events["columns coasting"] += 1
+                        assert weight.master is not None
+                        assert last is not None
+                        master = weight.master[:, column]
+                        weight.coming[column] = (master + (master - last[:, column]) * times).to(weight.param.dtype)
                 weight.show([column for column, step in weight.due.items() if step <= self._step])
                 self.events["columns moved"] += weight.reselect()
         self._window_steps = 0
@@ -664,14 +694,16 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for weight in pending:
                 weight.pending = None
 
-    def _apply(self, weight: Weight) -> None:
-        columns = sorted(weight.slot)
+    def _apply(self, weight: Weight) -> tuple[Tensor | None, Callable[[float], float]]:
+        """The masters before the last update, and how many times it is repeated for so many missing ones."""
+        columns, last = sorted(weight.slot), weight.master
         entries = [entry for entry in weight.log if not entry.skipped]
         self.events["entries applied"] += len(entries)
         decays = [self.rule.decay(entry.hyper) for entry in entries] if self.rule.decoupled else []
         weight.due_decay = math.prod(decays)
         if self.config.deferred_update == "replay":
             for entry in entries:
+                last = None if weight.master is None else weight.master.clone()
                 weight.update(columns, entry.grad, entry.hyper, self.rule.decay(entry.hyper))
         elif entries:
             total, decay = entries[0].grad, self.rule.decay(entries[0].hyper)
@@ -679,6 +711,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 total, decay = total + entry.grad, decay * self.rule.decay(entry.hyper)
             weight.update(columns, total / len(entries), self._hypers[weight.group], decay)
         weight.log = []
+        hyper = entries[-1].hyper if entries else None
+        return last, lambda missing: 0.0 if hyper is None else self.rule.coast(hyper, missing)
 
     def _show_due(self) -> None:
         for weight in self._weights:
@@ -686,6 +720,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             weight.show(columns)
             for column in columns:
                 del weight.due[column]
+                weight.coming.pop(column, None)
             self.events["in flight after a step"] += bool(weight.due)
 
 

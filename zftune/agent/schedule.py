@@ -111,6 +111,7 @@ BEGINNING = (
     "auto_ratio",
     "overlap_step",
     "apply_lag",
+    "look_ahead",
     "deferred_update",
     "offload_ratio",
     "host_threads",

@@ -57,6 +57,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
                 chosen=True,
                 log=[],
                 flights=[],
+                ahead=[],
                 auto=[],
                 ledger=[],
                 firings=1,
@@ -192,7 +193,7 @@ def _rounds_to(weight: SavedWeight, tensors: Mapping[str, torch.Tensor], paramet
 def _on_the_way(weight: SavedWeight, slots: torch.Tensor) -> torch.Tensor:
     """[columns] bool: whether the host has updated a column whose weights were not shown yet."""
     found = torch.zeros(len(slots), dtype=torch.bool)
-    for bucket in weight.buckets_in_flight:
+    for bucket in weight.late_buckets:
         low, high = weight.plan.bucket_slots[bucket]
         found |= (slots >= low) & (slots < high)
     return found

@@ -40,7 +40,15 @@ RARE_SELECTION_STEPS = 128
 ZENFLOW_OPTIMIZERS = ("adam", "adamw")
 """Types of the optimizers that ZenFlow works with, in small letters."""
 
-OWN_KNOBS = ("deferred_update", "apply_lag", "pipeline", "skip_nonfinite", "host_threads", "staging_bytes")
+OWN_KNOBS = (
+    "deferred_update",
+    "apply_lag",
+    "look_ahead",
+    "pipeline",
+    "skip_nonfinite",
+    "host_threads",
+    "staging_bytes",
+)
 """Which the runtime of `zftune run` takes beside, in the section of ZenFlow."""
 
 

@@ -208,6 +208,7 @@ _KNOBS = (
     "pipeline",
     "select_interval",
     "deferred_update",
+    "look_ahead",
     "stream",
     "bucket_bytes",
     "staging_bytes",

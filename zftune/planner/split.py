@@ -168,7 +168,7 @@ def split_of(model: ModelFacts, config: ZenFlowConfig, *, pieces: int = _PIECES)
     window, count = config.longest_window, len(found.buckets)
     shown = []
     for index, bucket in enumerate(found.buckets):
-        due = due_step(close_step=0, bucket=index, buckets=count, lag=config.lag, window_steps=window)
+        due = due_step(0, window, config.lag, bucket=index, buckets=count)
         shown.append(replace(bucket, due=min(due, window)))
     return replace(found.totals, pieces=_merged(shown, pieces))
 

@@ -74,6 +74,8 @@ def _knobs(knobs: Mapping[str, Any]) -> str:
     shown.append(f"offload_ratio {knobs['offload_ratio']:g}")
     if knobs["apply_lag"] is not None:
         shown.append(f"apply_lag {knobs['apply_lag']}")
+    if knobs["look_ahead"] != "none":
+        shown.append(f"look_ahead {knobs['look_ahead']}")
     shown += [f"overlap_step {'on' if knobs['overlap_step'] else 'off'}", f"pipeline {knobs['pipeline']}"]
     return " · ".join(shown)
 

@@ -78,12 +78,13 @@ def _update(task: Update, part: Targets) -> None:
     everything, slots = task.columns.state, part.slots
     state = everything.slice(slots.start, slots.stop) if isinstance(slots, range) else everything.select(slots)
     gradients = [(entry, _rows(entry, index, state.master.shape[1], len(slots))) for entry, index in part.entries]
-    apply_entries(state, task.columns.rule, gradients, task.closing)
+    coast = task.coast()
+    ahead = apply_entries(state, task.columns.rule, gradients, task.closing, coast)
     if not isinstance(slots, range):
         everything.restore(slots, state)
     out = torch.arange(len(slots), device="cpu") if part.out is None else part.out
     if task.weights is not None:
-        task.weights.index_copy_(0, out, state.master.to(task.weights.dtype))
+        task.weights.index_copy_(0, out, (state.master if ahead is None else ahead).to(task.weights.dtype))
     if task.packed is not None:
         task.packed.index_copy_(0, out, state.pack(torch.arange(len(slots), device="cpu")))
 
@@ -99,20 +100,28 @@ def apply_entries(
     rule: Rule,
     gradients: list[tuple[LogEntry, torch.Tensor]],
     closing: Hyper | None,
-) -> None:
+    coast: float = 0.0,
+) -> torch.Tensor | None:
     """Apply a window's entries to columns on the host, in place.
 
     `gradients` are the entries in order of their steps, each with its gradient of these columns, [n, rows]; those of
     skipped steps are passed over. `closing`: None replays them; else one update with the mean gradient (ZenFlow paper),
-    with these hyperparameters and the product of the entries' decay factors.
+    with these hyperparameters and the product of the entries' decay factors. Returns the masters with so many more last
+    updates as `coast` says; None: 0.
     """
     live = [(rows, entry.hyper, entry.live()[0]) for entry, rows in gradients if entry.live()[1]]
     if not live:
-        return
+        return None
+    ahead = torch.empty_like(state.master) if coast else None
 
     def replay(part: ColumnState, low: int, high: int) -> None:
-        for gradient, hyper, factor in live:
+        before = part.master
+        for number, (gradient, hyper, factor) in enumerate(live, 1):
+            if ahead is not None and number == len(live):
+                before = part.master.clone()
             part.update(rule, _gradient(gradient[low:high], factor), hyper)
+        if ahead is not None:
+            ahead[low:high] = part.master + (part.master - before) * coast
 
     def mean(part: ColumnState, low: int, high: int) -> None:
         assert closing is not None
@@ -124,6 +133,7 @@ def apply_entries(
         part.update(rule, total.div_(len(live)), closing, decay=decay)
 
     state.each_chunk(replay if closing is None else mean)
+    return ahead
 
 
 def _gradient(rows: torch.Tensor, factor: float) -> torch.Tensor:

@@ -116,6 +116,7 @@ class NativeBackend(Backend):
                 mean=None if task.closing is None else (task.closing.numbers, _decay(task.parts[0])),
                 weights=None if task.weights is None else (task.weights.data_ptr(), _DTYPES[task.weights.dtype]),
                 packed=None if task.packed is None else task.packed.data_ptr(),
+                coast=task.coast(),
             )
         if isinstance(task, ReadMasters):
             dtype = _DTYPES[task.weights.dtype]

@@ -158,6 +158,13 @@ class Update:
     """[n, rows] host memory in the model's dtype: receives the new weights."""
     packed: torch.Tensor | None = None
     """[n, packed_columns] int32 host memory: receives the columns' state instead."""
+    missing: float = 0.0
+    """Updates that the new weights will lack while they are seen, in the mean, and are to be moved on by."""
+
+    def coast(self) -> float:
+        """How many times the last update is added to the weights, not to the masters; once all entries are here."""
+        last = [entry.hyper for entry, _ in self.parts[0].entries if entry.live()[1]][-1:]
+        return self.columns.rule.coast(last[0], self.missing) if last and self.missing else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,10 @@ class _AdamRule(Rule):
         why = "its maximum would be a third moment to store and to move; use torch's optimizer for these parameters"
         check_flag(group, "amsgrad", allowed=False, why=why)
 
+    def carried(self, hyper: Hyper) -> float:
+        assert isinstance(hyper, _Numbers)
+        return hyper.beta1
+
 
 class AdamW(_AdamRule):
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the form of `torch.optim.AdamW`."""

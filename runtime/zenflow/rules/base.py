@@ -76,6 +76,15 @@ class Rule(ABC):
         """Whether an update with these hyperparameters adds to the update count."""
         return True
 
+    def carried(self, hyper: Hyper) -> float:
+        """Share of an update that the next one would be without a gradient: what momentum keeps."""
+        return 0.0
+
+    def coast(self, hyper: Hyper, missing: float) -> float:
+        """How many times the last update is what the next `missing` ones would add without further gradients."""
+        share = self.carried(hyper)
+        return missing if share == 1 else share * (1 - share**missing) / (1 - share)
+
     @abstractmethod
     def update(
         self,

@@ -51,6 +51,10 @@ class SGD(Rule):
         assert isinstance(hyper, SGDHyper)
         return hyper.momentum != 0
 
+    def carried(self, hyper: Hyper) -> float:
+        assert isinstance(hyper, SGDHyper)
+        return hyper.momentum
+
     def update(
         self,
         master: torch.Tensor,
@@ -90,6 +94,9 @@ class Lion(Rule):
 
     name = "lion"
     moment_names = ("exp_avg",)
+
+    def carried(self, hyper: Hyper) -> float:
+        return 1.0  # until a sign changes
 
     def hyper(self, group: Mapping[str, Any]) -> LionHyper:
         return LionHyper(number(group, "lr"), *betas(group), number(group, "weight_decay"))

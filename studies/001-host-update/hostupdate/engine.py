@@ -39,6 +39,8 @@ class EngineContender:
     """The threads are the engine's; the thread that applies a window only waits."""
 
     name = NAME
+    coast = 0.0
+    """How many times a window's last update is added to its result."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._native = load_native()
@@ -81,6 +83,7 @@ class EngineContender:
             mean=None if replay else (hyper.numbers, hyper.decay),  # one update's decay, as with the others
             weights=(self._result.data_ptr(), "bf16"),
             packed=None,
+            coast=self.coast,
         )
 
     def _memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ from convergence.predict import (
     predictions,
 )
 from convergence.setting import (
+    AHEAD,
     BETWEEN,
     HURTING,
     INTERVALS,
@@ -270,6 +271,17 @@ def instrument_table(runs: Runs) -> Iterator[str]:
             cells = [expected, found, own["whole_percent"]]
             rows.append([name, *(f"{cell:.4f}" for cell in cells), f"{100 * (found / expected - 1):+.1f}"])
     yield from table(["", "torch, %", "runtime, %", "without sampling, %", "runtime against torch, %"], rows)
+
+
+def look_ahead_table(runs: Runs) -> str:
+    """What replay loses with and without look-ahead, over seeds."""
+    rows = []
+    for regime, lr in AHEAD:
+        found = [over_seeds(runs, published(regime, method, lr), SEEDS) for method in ("replay", "coast")]
+        rows.append([f"{regime}, {lr:g}", *map(with_interval, found)])
+    head = ["regime, learning rate", "replay", "replay with coast"]
+    title = "# 003: excess over synchronous AdamW in percent, k = 0.05, S = L = 4, mean and 95% interval over seeds"
+    return "\n".join([title, "", *table(head, rows)]) + "\n"
 
 
 def markdown(runs: Runs) -> str:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Regime = Literal["fine-tuning", "from scratch"]
-Method = Literal["synchronous", "replay", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"]
+Method = Literal["synchronous", "replay", "coast", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"]
 Schedule = Literal["constant", "decay"]
 
 REGIMES: tuple[Regime, ...] = ("fine-tuning", "from scratch")
 SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 RULES: tuple[Method, ...] = ("replay", "mean")
+"""Of `deferred_update`; "coast" is replay with `look_ahead="coast"`."""
 RATES = (1e-5, 1e-4, 1e-3)
 RATIOS = (0.0, 0.05, 0.1)
 INTERVALS = (1, 2, 4, 8)
@@ -22,6 +23,14 @@ BETWEEN: dict[Regime, tuple[float, ...]] = {
     "from scratch": (3e-5, 3e-4, 2e-3),
 }
 """Learning rates between and beyond those of the grid, for the crossover and each method's best rate."""
+AHEAD: tuple[tuple[Regime, float], ...] = (
+    ("fine-tuning", 1e-4),
+    ("fine-tuning", 3e-4),
+    ("fine-tuning", 1e-3),
+    ("from scratch", 1e-4),
+    ("from scratch", 1e-3),
+)
+"""Where replay with and without look-ahead are compared, all seeds."""
 HURTING: tuple[tuple[Regime, float], ...] = (("fine-tuning", 3e-4), ("fine-tuning", 1e-3), ("from scratch", 1e-3))
 """Where late updates cost something, so that remedies can be told apart."""
 
@@ -119,6 +128,15 @@ def instruments() -> Iterator[Setting]:
             start = Setting(regime=regime, method="instrument", lr=lr, ratio=0.05)
             yield start
             yield from (replace(start, interval=size, lag=size) for size in (4, 8))
+
+
+def look_ahead() -> Iterator[Setting]:
+    """Replay with and without look-ahead, at k = 0.05 and S = L = 4."""
+    for regime, lr in AHEAD:
+        for seed in SEEDS:
+            yield Setting(regime=regime, method="synchronous", lr=lr, seed=seed)
+            yield published(regime, "replay", lr, seed=seed)
+            yield published(regime, "coast", lr, seed=seed)
 
 
 def remedies() -> Iterator[Setting]:

@@ -117,6 +117,8 @@ def config_of(setting: Setting) -> ZenFlowConfig:
     late: dict[str, Any] = {"apply_lag": setting.lag} if setting.lag else {"overlap_step": False}
     if setting.method in RULES:
         late["deferred_update"] = setting.method
+    elif setting.method == "coast":
+        late["look_ahead"] = "coast"
     return zenflow.ZenFlowConfig(
         topk_ratio=setting.ratio,
         update_interval=setting.interval,

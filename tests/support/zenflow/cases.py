@@ -218,6 +218,8 @@ def draw_case(rng: random.Random, **fixed: Any) -> Case:
         "bucket_bytes": rng.choice([1, 20, 40, 80, 200, 64_000_000]),
     }
     knobs.update({name: value for name, value in fixed.items() if name in ZenFlowConfig.__dataclass_fields__})
+    if knobs["deferred_update"] == "replay":
+        knobs["look_ahead"] = fixed.get("look_ahead", rng.choice(["none", "coast"]))
     lag = fixed.get("apply_lag", rng.choice([None, *range(1, knobs["update_interval"] + 1)]))
     config = ZenFlowConfig(**{**knobs, "apply_lag": lag})
     all_steps = range(1, steps + 1)

@@ -19,6 +19,7 @@ WINDOWS: dict[str, Any] = {"topk_ratio": 0.2, "update_interval": 3, "select_inte
 KNOBS: dict[str, dict[str, Any]] = {
     "windows": WINDOWS,
     "mean": {**WINDOWS, "deferred_update": "mean", "apply_lag": 1},
+    "coasting": {**WINDOWS, "look_ahead": "coast"},
     "part": {**WINDOWS, "offload_ratio": 0.6, "max_grad_norm": 0.5},
     "zero-offload": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"},
     "auto": {**WINDOWS, "update_interval": "auto", "select_interval": "auto", "max_update_interval": 5},

@@ -97,6 +97,7 @@ CASES = {
     "clipped by torch": Case(OVERLAPPED, clip=0.5),
     "twin flow": Case(replace(OVERLAPPED, offload_ratio=0.5, update_interval=2)),
     "early": Case(replace(OVERLAPPED, apply_lag=1)),
+    "coasting": Case(replace(CLIPPED, look_ahead="coast")),
     "warm up": Case(replace(OVERLAPPED, full_warm_up_rounds=4)),
     "mean": Case(replace(OVERLAPPED, deferred_update="mean")),
     "not streamed": Case(replace(OVERLAPPED, stream=False)),

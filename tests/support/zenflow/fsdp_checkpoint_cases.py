@@ -38,7 +38,7 @@ FOLDER = "ZENFLOW_TEST_CHECKPOINTS"
 """The environment's: where they are."""
 
 ALL_CASES = {
-    "overlapped": Case(replace(OVERLAPPED, bucket_bytes=100)),
+    "overlapped": Case(replace(OVERLAPPED, bucket_bytes=100, look_ahead="coast")),
     "twin flow": Case(replace(CLIPPED, offload_ratio=0.5, update_interval=5, apply_lag=4), rule="lion"),
     "auto": Case(AUTO),
     "mean": Case(replace(CLIPPED, deferred_update="mean", select_interval=2)),

@@ -19,6 +19,7 @@ VALUES: dict[str, list[Any]] = {
     "select_interval": [1, 1, 2, 3, 5, "auto"],
     "apply_lag": [None, 1, 2, 3, 5],
     "deferred_update": ["replay", "mean"],
+    "look_ahead": ["none", "coast"],
     "overlap_step": [True, True, False],
     "pipeline": ["bucket", "none"],
     "auto_ratio": [0.0, 0.5, 0.99, 1.0],
@@ -37,7 +38,7 @@ def draw_knobs(rng: random.Random, config: ZenFlowConfig, names: Sequence[str] =
         knobs = {name: rng.choice(VALUES[name]) for name in rng.sample(names, min(len(names), rng.randint(1, 4)))}
         try:
             config.changed(knobs)
-        except ConfigError:  # a lag beyond the window
+        except ConfigError:  # a lag beyond the window, a prediction beside the mean
             continue
         return knobs
 

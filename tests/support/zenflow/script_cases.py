@@ -49,6 +49,7 @@ SETTINGS = [
     _setting("resident", offload_ratio=0.0, update_interval=1, overlap_step=False),
     _setting("one_step_late", late=True, topk_ratio=0.25, update_interval=1, select_interval=3),
     _setting("windows", late=True, topk_ratio=0.25, update_interval=4, select_interval=4),
+    _setting("coasting", late=True, topk_ratio=0.25, update_interval=4, select_interval=4, look_ahead="coast"),
     _setting(
         "windows_waited_for", late=True, topk_ratio=0.25, update_interval=4, overlap_step=False, select_interval=4
     ),

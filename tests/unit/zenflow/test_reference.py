@@ -167,7 +167,7 @@ def test_an_added_group_flushes_and_starts_with_its_own_first_gradient() -> None
 
 def test_random_changes_exercise_what_they_claim() -> None:
     met: Counter[str] = Counter()
-    for seed in range(80):
+    for seed in range(100):
         case = case_of(seed, steps=20)
         rng = random.Random(seed)
         case = with_auto(rng, case) if seed % 2 else case
@@ -181,10 +181,11 @@ def test_random_changes_exercise_what_they_claim() -> None:
         "plans changed": 40,
         "groups added": 20,
         "closed by agreement": 10,
-        "kept open by disagreement": 10,
+        "kept open by disagreement": 8,
         "selections dropped": 3,
         "selections taken": 8,
         "columns moved": 15,
         "in flight after a step": 15,
+        "columns coasting": 15,
     }
     assert {name: met[name] for name in least if met[name] < least[name]} == {}, dict(met)

@@ -54,7 +54,14 @@ KNOBS = [
     {"select_interval": 2},
     {"topk_ratio": 0.0},
 ]
-LATE_KNOBS = [*KNOBS, {"update_interval": 2}, {"update_interval": 3, "apply_lag": 1}, {"overlap_step": False}]
+LATE_KNOBS = [
+    *KNOBS,
+    {"update_interval": 2},
+    {"update_interval": 3, "apply_lag": 1},
+    {"overlap_step": False},
+    {"look_ahead": "coast"},
+    {"look_ahead": "none"},
+]
 
 
 def operations(setting: Setting) -> st.SearchStrategy[Operation]:

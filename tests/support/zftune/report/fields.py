@@ -75,6 +75,7 @@ KNOBS = {
     "max_grad_norm": None,
     "deferred_update": "replay",
     "apply_lag": None,
+    "look_ahead": "none",
     "pipeline": "bucket",
     "skip_nonfinite": False,
     "steps_per_epoch": None,

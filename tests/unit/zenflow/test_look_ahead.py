@@ -1,0 +1,173 @@
+"""Look-ahead: what deferred weights show while updates are missing, and that nothing else ever knows of it.
+
+That runs with it are the oracle's to a bit is tested with all other knobs (test_invariants, test_scripts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.seeds import fresh_seeds
+from tests.support.zenflow.family_cases import OURS
+from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer
+from zenflow.rules import RULES
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "windows": {"update_interval": 4},
+    "soon": {"update_interval": 4, "apply_lag": 1},
+    "one step late": {"update_interval": 1},
+    "waited for": {"update_interval": 4, "overlap_step": False},
+    "all deferred": {"update_interval": 3, "topk_ratio": 0.0},
+    "twin flow": {"update_interval": 3, "offload_ratio": 0.6},
+}
+
+
+@pytest.fixture(params=SETTINGS)
+def coasting(request: pytest.FixtureRequest) -> ZenFlowConfig:
+    """Knobs with which some updates are missing."""
+    knobs = {"topk_ratio": 0.2, "select_interval": 4, "bucket_bytes": 200, **SETTINGS[request.param]}
+    return ZenFlowConfig(**knobs, look_ahead="coast", host_threads=1)
+
+
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((7, 12), (5,), (3, 9))]
+
+
+def steps_of(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: int, seed: int) -> Iterator[None]:
+    """Steps with gradients that do not depend on the weights, which drift in one direction."""
+    generator = torch.Generator().manual_seed(seed)
+    drift = [torch.randn(one.shape, generator=generator) for one in parameters]
+    for _ in range(steps):
+        for parameter, mean in zip(parameters, drift, strict=True):
+            gradient = mean + torch.randn(mean.shape, generator=generator)
+            parameter.grad = gradient.to(parameter.dtype)
+        optimizer.step()
+        yield
+
+
+def copies(parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [one.detach().clone() for one in parameters]
+
+
+def masters(optimizer: ZenFlowOptimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.full_state(one)["master"].clone() for one in parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", fresh_seeds("look-ahead", 1))
+def test_no_master_ever_knows_of_it(coasting: ZenFlowConfig, dtype: torch.dtype, seed: int) -> None:
+    found: list[list[Tensor]] = []
+    shown: list[list[Tensor]] = []
+    for look_ahead in ("none", "coast"):
+        parameters = weights(seed, dtype)
+        config = coasting.changed({"look_ahead": look_ahead})
+        optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=config)
+        kept, seen = [], []
+        for _ in steps_of(parameters, optimizer, 14, seed):
+            kept += masters(optimizer, parameters)
+            seen += copies(parameters)
+        found.append(kept)
+        shown.append(seen)
+        optimizer.flush()
+        for parameter, master in zip(parameters, masters(optimizer, parameters), strict=True):
+            assert torch.equal(parameter, master.to(dtype))
+        optimizer.close()
+    assert all(map(torch.equal, *found))
+    assert not all(map(torch.equal, *shown)), "nothing was predicted"
+
+
+def test_what_is_shown_is_nearer_to_the_weights_without_lateness(coasting: ZenFlowConfig) -> None:
+    """With gradients that drift, which momentum follows: the mean distance from torch's AdamW falls by a sixth."""
+    distances = {}
+    for look_ahead in ("none", "coast"):
+        ours, theirs = weights(5), weights(5)
+        optimizer = ZenFlowAdamW(ours, lr=1e-2, config=coasting.changed({"look_ahead": look_ahead}))
+        both = zip(
+            steps_of(ours, optimizer, 40, 5),
+            steps_of(theirs, torch.optim.AdamW(theirs, lr=1e-2), 40, 5),
+            strict=True,
+        )
+        pairs = ((a, b) for _ in both for a, b in zip(copies(ours), copies(theirs), strict=True))
+        distances[look_ahead] = sum(float((a - b).abs().sum()) for a, b in pairs)
+        optimizer.close()
+    assert distances["coast"] < 0.85 * distances["none"]
+
+
+@pytest.mark.parametrize("missing", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("rule", "torchs", "settings"),
+    [
+        ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.8, "dampening": 0.0}),
+        ("sgd", torch.optim.SGD, {"lr": 0.1}),
+        ("adamw", torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 1 - 1e-9), "weight_decay": 0.0}),
+        ("adam", torch.optim.Adam, {"lr": 0.1, "betas": (0.95, 1 - 1e-9)}),
+    ],
+    ids=["momentum", "plain sgd", "adamw", "adam"],
+)
+def test_it_is_what_further_steps_without_gradients_do(
+    rule: str, torchs: Any, settings: dict[str, Any], missing: int
+) -> None:
+    """Of AdamW after many steps, with second moments that stay: what else would change in it is small."""
+    weight = nn.Parameter(torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    optimizer = torchs([weight], **settings)
+    for _ in range(400):
+        weight.grad = torch.sin(torch.arange(50, dtype=torch.float64)) + 0.1
+        before = weight.detach().clone()
+        optimizer.step()
+    after = weight.detach().clone()
+    for _ in range(missing):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    ours = OURS[rule]([nn.Parameter(torch.zeros(1))], **settings)
+    hyper = RULES[rule].hyper(ours.param_groups[0])
+    ours.close()
+    # Adam divides by what it has summed of its second moment, which grows by less than a part in 400 a step.
+    predicted = RULES[rule].coast(hyper, missing) * (after - before)
+    torch.testing.assert_close(weight.detach() - after, predicted, rtol=0.02, atol=1e-12)
+
+
+def test_no_gradient_in_a_window_shows_the_masters(coasting: ZenFlowConfig) -> None:
+    parameters = weights(7)
+    optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=coasting)
+    for _ in steps_of(parameters, optimizer, 9, 7):
+        pass
+    for _ in range(3 * coasting.longest_window):
+        parameters[0].grad, parameters[2].grad = None, None
+        parameters[1].grad = torch.ones(5)
+        optimizer.step()
+    for parameter, master in zip(parameters, masters(optimizer, parameters), strict=True):
+        assert torch.equal(parameter, master)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("seed", fresh_seeds("look-ahead", 1))
+def test_weights_that_are_swapped_and_brought_back_were_never_away(coasting: ZenFlowConfig, seed: int) -> None:
+    found = []
+    for swaps in (False, True):
+        parameters = weights(seed, torch.bfloat16)
+        optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=coasting)
+        for _ in steps_of(parameters, optimizer, 11, seed):
+            held = copies(parameters)
+            with torch.no_grad():
+                for one, own in zip(parameters, held if swaps else (), strict=swaps):
+                    one.mul_(0.5)
+                    one.copy_(own)
+        found.append([*parameters, *masters(optimizer, parameters)])
+        optimizer.close()
+    assert all(map(torch.equal, *found))
+
+
+def test_the_mean_rule_has_no_last_update_to_go_on_with() -> None:
+    with pytest.raises(ConfigError, match=re.escape('must be "none" with deferred_update "mean"')):
+        ZenFlowConfig(look_ahead="coast", deferred_update="mean")
+    optimizer = ZenFlowAdamW(weights(1), config=ZenFlowConfig(look_ahead="coast"))
+    with pytest.raises(ConfigError, match="deferred_update"):
+        optimizer.set_knobs(deferred_update="mean")
+    optimizer.close()
