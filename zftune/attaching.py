@@ -39,7 +39,7 @@ from zftune.text import one_of
 from zftune.tracking import stats
 from zftune.tuner.drivers import LocalDriver, SearchDriver
 from zftune.tuner.executor import Change, leave_tried
-from zftune.tuner.guard import NoDisturbance, disturbance_of
+from zftune.tuner.guard import disturbance_of
 from zftune.tuner.ranks import KnobConsensus, RankChannel
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import SINGLE_RANK, TuneRequest, WorldInfo
@@ -69,7 +69,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
         return _lead(exchange, consensus, begin)
     if not exchange.agree(well=True):
         raise BadInputError("nothing is tuned: rank 0 cannot tune, see its own message")
-    return Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance(), consensus=consensus)
+    return Tuner(optimizer, SearchDriver(), tokens=1, consensus=consensus)
 
 
 def _lead(exchange: RankChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import weakref
@@ -55,26 +54,17 @@ class SearchDriver:
     """The interface of drivers, and the one that never begins a search. No method waits but the last two."""
 
     asks_daemon = False
+    registered = False
+    """Whether the daemon has answered for the training."""
+    begun = False
+    """Whether the search is being made, or is there."""
     search: Search | None = None
     """None: it is not in this process, or there is none."""
     run_id: str | None = None
     """In the store; None: it is not this process that writes it down, or nothing is."""
 
-    def count_by(self, counter: Counter) -> None:
-        """Take the counter of the run, before anything else."""
-
-    def prepare(self, seen: WarmupStats) -> None:
-        """Make the search of a training that warmed up, in a thread."""
-
-    @property
-    def registered(self) -> bool:
-        """Whether the daemon has answered for the training."""
-        return False
-
-    @property
-    def begun(self) -> bool:
-        """Whether the search is being made, or is there."""
-        return False
+    def prepare(self, seen: WarmupStats, counter: Counter) -> None:
+        """Make the search of a training that warmed up, in a thread; `counter` is that of the run."""
 
     def live(self, scene: TuningContext) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""
@@ -102,7 +92,6 @@ class _OwnStore:
             self._opening.join(_OPEN_S)
 
     def __call__(self) -> Store:
-        """It, once it is open."""
         self._opening.join(_OPEN_S)
         return self._opening.result
 
@@ -115,6 +104,7 @@ _preparations: list[tuple[weakref.ref[LocalDriver], Background[Prepared], _OwnSt
 """Of drivers that have not ended, with the process that each is of."""
 
 
+@atexit.register  # before a tuner asks for the same: these are called in reverse
 def close_thrown_away() -> None:
     """Close what thrown-away trainings have left open; before the next search, or where the process ends."""
     for entry in [one for one in _preparations if one[0]() is None]:
@@ -130,12 +120,6 @@ def close_thrown_away() -> None:
                 store.close()
         except Exception:
             _logger.exception("What an earlier training has left could not be closed.")
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Once, before a tuner asks for the same: these are called in reverse."""
-    atexit.register(close_thrown_away)
 
 
 class LocalDriver(SearchDriver):
@@ -162,31 +146,22 @@ class LocalDriver(SearchDriver):
         self._reader = Reader(optimizer, wishes, remembered=self._open is not None, company=company, name=name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
-        self._counter: Counter | None = None
         self._told: set[Said] = set()
-        _close_at_exit()
 
-    def count_by(self, counter: Counter) -> None:
-        self._counter = counter
-
-    def prepare(self, seen: WarmupStats) -> None:
-        # Not this, or the thread would keep it.
-        reader, opened, counter = self._reader, self._open, self._counter
+    def prepare(self, seen: WarmupStats, counter: Counter) -> None:
+        self.begun = True
+        reader, opened = self._reader, self._open  # not this, or the thread would keep it
 
         def work() -> Prepared:
             close_thrown_away()  # its run may be the one to be resumed
             store = None if opened is None else opened()
             prepared = prepare(reader.facts(seen), store)
-            if prepared.recorder is not None and counter is not None:
+            if prepared.recorder is not None:
                 prepared.recorder.follow(lambda: counter.count)  # from now on a kill loses nothing of it
             return prepared
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
         _preparations.append((weakref.ref(self), self._preparing, self._own_store, os.getpid()))
-
-    @property
-    def begun(self) -> bool:
-        return self._preparing is not None
 
     def live(self, scene: TuningContext) -> Executor | None:
         if self._preparing is None or not self._preparing.done:

@@ -10,7 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -123,43 +123,6 @@ class Changes:
         return ()
 
 
-class UnmeasuredCounter:
-    """Counts the steps that belong to no measurement, in order."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.seconds = 0.0
-        self._changes: list[tuple[int, bool]] = []
-        self._counted = UnmeasuredSteps()
-
-    def change(self, step: int, *, challenges: bool) -> None:
-        """Knobs change after `step`, which closes a window and moves columns."""
-        begin = step if challenges else step + 1
-        self._changes = [change for change in self._changes if change[0] < begin]
-        self._changes.append((begin, challenges))
-
-    def forget_changes(self) -> None:
-        """Steps are numbered otherwise from here on, and have the incumbent's knobs until they change."""
-        self._changes = []
-
-    def add(self, step: int, step_ms: float) -> bool:
-        seconds, counted = step_ms / 1e3, self._counted
-        self.steps.append(step)
-        self.seconds += seconds
-        begun = [challenges for begin, challenges in self._changes if begin <= step]
-        late = bool(begun) and begun[-1]
-        if late:
-            self._counted = replace(counted, late_s=counted.late_s + seconds, late_steps=counted.late_steps + 1)
-        else:
-            self._counted = replace(counted, seconds=counted.seconds + seconds)
-        del self._changes[: max(0, len(begun) - 1)]
-        return late
-
-    def taken(self) -> UnmeasuredSteps:
-        found, self._counted = self._counted, UnmeasuredSteps()
-        return found
-
-
 def waited_ms() -> float | None:
     """How long this thread has waited for a core so far, by the kernel's count; None: it is not counted here."""
     try:
@@ -198,7 +161,6 @@ class Block:
     """What other processes took of each of them; shorter where that is not known of all."""
     pinning: bool = False
     """Whether nothing is measured before the window's end, since host memory was being pinned."""
-    between: UnmeasuredSteps = field(default_factory=UnmeasuredSteps)
 
     @property
     def begun(self) -> bool:
@@ -218,7 +180,7 @@ class TuningContext:
     tokens: int
     since: int = 0
     """After which step the present knobs hold; 0: since the training began."""
-    disturbance: Callable[[], str | None] = lambda: None
+    disturbance: Callable[[], str | None] | None = None
     """Called at the end of a measurement: why it does not count, or None. What came before is over then."""
     losses: Losses | None = None
     """With a guard over them; None: there is none."""
@@ -245,12 +207,15 @@ class Executor:
         """The best setting so far, as of the last answer."""
         self.gain: Gain | None = None
         """Of it over what the search began from, or over what had to take its place; None: it is one of these."""
-        self.outside = UnmeasuredCounter()
+        self.unmeasured = UnmeasuredSteps()
+        """Since the last outcome."""
+        self._runs: list[tuple[int, bool]] = []
+        """From which step on another setting than the incumbent runs, or the incumbent."""
         self.losses = scene.losses
         if self.losses is not None:
             self.losses.listen(worker.hear_loss)
         self._start, self._tokens, self._worker = start, scene.tokens, worker
-        self._disturbance, self._on_change = scene.disturbance, scene.on_change
+        self._disturbance, self._on_change = scene.disturbance or (lambda: None), scene.on_change
         self._changes = scene.changes or Changes(optimizer)
         self._handed = False
         """Whether the worker chooses the next request."""
@@ -322,7 +287,7 @@ class Executor:
         """
         self._from = self._seen = self._optimizer.steps - 1
         self._applied = self._in_force()
-        self.outside.forget_changes()
+        self._runs = []  # steps are numbered otherwise from here on
         if self.request is None:
             self.state = Over() if self.over else Resting()
             self._restore()
@@ -376,7 +341,6 @@ class Executor:
         self._adopt(answer.incumbent, answer.gain)
         request = answer.request
         if request is None:
-            self._worker.idle(self.outside.taken())
             self._end()
             return
         if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest whole windows count
@@ -427,15 +391,15 @@ class Executor:
             return
         if verdict.step is not None:
             self._applied = changing.setting
-            self.outside.change(verdict.step, challenges=changing.setting != self.incumbent)
+            challenges = changing.setting != self.incumbent
+            first = verdict.step if challenges else verdict.step + 1  # that step closes a window and moves columns
+            self._runs = [*(run for run in self._runs if run[0] < first), (first, challenges)]
             self._begin(changing, verdict.step)
             if self._on_change is not None:
                 self._on_change(verdict.step or 1, changing.setting.knobs())
         elif changing.request is not None:
-            between, reason = self.outside.taken(), verdict.refused or verdict.void
-            status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
             self.state = Resting()
-            self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
+            self._hand(self._nothing("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
             return
         else:
             self.state = Resting()
@@ -448,12 +412,10 @@ class Executor:
         """Count a step, and hand over the outcome of the request where it is over."""
         block, step_ms = self.state, stats.step_ms or 0.0
         if not isinstance(block, Block) or stats.step <= self._from or self._is_made_ready(block, stats):
-            self._count("change", step_ms, challenges=self.outside.add(stats.step, step_ms))
+            self._count("change", step_ms, challenges=self._pass_unmeasured(stats.step, step_ms / 1e3))
             return
         request = block.request
         self._count("measurement", step_ms, challenges=request.role not in OF_INCUMBENT)
-        if not block.begun:
-            block.between = self.outside.taken()
         if len(block.discarded) < request.discard:
             block.discarded.append(step_ms)
             if len(block.discarded) == request.discard:
@@ -467,6 +429,15 @@ class Executor:
         if len(block.steps) >= request.steps or request.ends_early(block.discarded, block.steps):
             disturbed = self._disturbance()
             self._hand(self._outcome(block, "measured" if disturbed is None else "void", disturbed or ""))
+
+    def _pass_unmeasured(self, step: int, seconds: float) -> bool:
+        """Count a step of no measurement; whether another setting than the incumbent ran."""
+        begun = [challenges for first, challenges in self._runs if first <= step]
+        del self._runs[: max(0, len(begun) - 1)]
+        late, counted = bool(begun) and begun[-1], self.unmeasured
+        more = (0.0, seconds, 1) if late else (seconds, 0.0, 0)
+        self.unmeasured = UnmeasuredSteps(*map(sum, zip(astuple(counted), more, strict=True)))
+        return late
 
     def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
         if challenges:
@@ -485,6 +456,7 @@ class Executor:
 
     def _outcome(self, block: Block, status: Literal["measured", "void"], reason: str) -> Outcome:
         optimizer, groups = self._optimizer, self._optimizer.param_groups
+        between, self.unmeasured = self.unmeasured, UnmeasuredSteps()
         return Outcome(
             status=status,
             steps_ms=tuple(block.steps),
@@ -493,9 +465,8 @@ class Executor:
             moves=tuple(one.coverage_curve is not None or one.churn is not None for one in block.stats),
             taken_ms=tuple(block.taken) if len(block.taken) == len(block.steps) else (),
             device_bytes=optimizer.device.peak_bytes(),
-            host_bytes=sum(v for use, v in optimizer.host_bytes().items() if use not in ("spare", "peak")),
             reason=reason,
-            between=block.between,
+            between=between,
             pace=Pace.of(block.stats),
             ranks_ms=self._changes.ranks_ms(),
             movement_percent=at_full_rate(movement_percent(block.stats), groups, block.rates),
@@ -503,12 +474,15 @@ class Executor:
         )
 
     def _void(self, reason: str) -> Outcome:
-        block = self.state
-        if not isinstance(block, Block):
-            return Outcome("void", tokens=self._tokens, reason=reason, between=self.outside.taken())
-        if not block.begun:
-            block.between = self.outside.taken()
-        return self._outcome(block, "void", reason)
+        return (
+            self._outcome(self.state, "void", reason)
+            if isinstance(self.state, Block)
+            else self._nothing("void", reason)
+        )
+
+    def _nothing(self, status: Literal["void", "crashed"], reason: str) -> Outcome:
+        between, self.unmeasured = self.unmeasured, UnmeasuredSteps()
+        return Outcome(status, tokens=self._tokens, reason=reason, between=between)
 
     def _hand(self, outcome: Outcome | None) -> None:
         if isinstance(self.state, Block):

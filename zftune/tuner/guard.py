@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from operator import mul
 
 import torch
 
@@ -18,30 +17,16 @@ from zftune.errors import BadInputError
 from zftune.telemetry import NvmlSampler
 from zftune.telemetry.disturbance import GpuDisturbance
 
-
-class NoDisturbance:
-    """Watches over measurements, and the watch that sees nothing."""
-
-    def __call__(self) -> str | None:
-        """Why what was since it was asked last does not count, or None."""
-        return None
-
-    def close(self) -> None:
-        """End the watch."""
+Watch = GpuDisturbance | LateDisturbance
 
 
-Watch = NoDisturbance | GpuDisturbance | LateDisturbance
-
-
-def disturbance_of(device: Device, *, sampled: bool = True) -> Watch:
+def disturbance_of(device: Device, *, sampled: bool = True) -> Watch | None:
     """The watch over measurements on a device; `sampled=False` where the daemon samples its GPU."""
     if isinstance(device, EmulatedAccelerator):
         return LateDisturbance(device)
-    if not sampled:
-        return NoDisturbance()
-    uuid = gpu_uuid(device.torch_device)
+    uuid = gpu_uuid(device.torch_device) if sampled else None
     if uuid is None:
-        return NoDisturbance()
+        return None
     sampler = NvmlSampler()
     sampler.start()
     return GpuDisturbance(sampler, uuid)
@@ -61,12 +46,6 @@ _FACTOR = 1.5
 _WIDTHS = 6.0
 _FLOOR = 0.02
 """Absolute: a loss that has converged to nearly nothing may rise by so much."""
-_MIDDLE = (_TREND - 1) / 2
-_AHEAD = tuple(
-    1 / _TREND + (step - _MIDDLE) * (_TREND - _MIDDLE) / sum((other - _MIDDLE) ** 2 for other in range(_TREND))
-    for step in range(_TREND)
-)
-"""Weights of the losses before in what a line through them predicts of the next."""
 _MOST_EARLY = 512
 
 
@@ -91,7 +70,8 @@ class LossGuard:
             return None
         losses = list(self._losses)
         before, recent = losses[:_TREND], min(losses[_TREND:])
-        expected = sum(map(mul, _AHEAD, before))
+        slope, intercept = statistics.linear_regression(range(_TREND), before)
+        expected = intercept + slope * _TREND
         middle = statistics.median(before)
         width = 1.4826 * statistics.median(abs(one - middle) for one in before)
         least = max(_FACTOR * expected, expected + _FLOOR, middle + _WIDTHS * width)
@@ -128,20 +108,20 @@ class Losses:
         """Take a loss, a scalar on any device or a number; does not wait for the device. Raises BadInputError: it is
         more than one number.
         """
+        arrived: torch.Tensor | float
+        transfer = None
         if not isinstance(loss, torch.Tensor):
-            self._waiting.append((step, float(loss), None))
-            return
-        if loss.numel() != 1:
+            arrived = float(loss)
+        elif loss.numel() != 1:
             raise BadInputError(f"loss has the shape {tuple(loss.shape)}; it must be a scalar")
-        if loss.device.type == "cpu":
-            self._waiting.append((step, float(loss.item()), None))  # it is there already
-            return
-        value = loss.detach().reshape(1)
-        if value.device != self._device.torch_device:
-            self._waiting.append((step, value.clone(), None))
-            return
-        target = self._device.host_empty((1,), value.dtype)
-        self._waiting.append((step, target, self._device.d2h(value, target)))
+        elif loss.device.type == "cpu":
+            arrived = float(loss.item())  # it is there already
+        elif loss.device != self._device.torch_device:
+            arrived = loss.detach().reshape(1).clone()
+        else:
+            arrived = self._device.host_empty((1,), loss.dtype)
+            transfer = self._device.d2h(loss.detach().reshape(1), arrived)
+        self._waiting.append((step, arrived, transfer))
 
     def forget(self) -> None:
         self._waiting.clear()

@@ -205,6 +205,7 @@ class StoreRecorder:
         self._store.record(self._run, progress, self._kept)
 
     def _refuse(self) -> None:
+        """Raise ZftuneError where nothing more is written."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
 
@@ -308,8 +309,7 @@ class StoreRecorder:
     @property
     def _kept(self) -> Account | None:
         """The account; None: nobody counts."""
-        account = self.account
-        return account if account.process else None
+        return self.account if self.account.process else None
 
 
 @functools.cache
@@ -332,19 +332,14 @@ def _new(trial: Trial) -> NewTrial:
 
 def _row(request: Request, outcome: Outcome) -> Measurement:
     """An outcome as a row of the store."""
-    known = {
-        "discarded_ms": list(outcome.discarded_ms), "taken_ms": list(outcome.taken_ms) or None,
-        "tokens": outcome.tokens, "device_bytes": outcome.device_bytes, "host_bytes": outcome.host_bytes,
-    }  # fmt: skip
-    step_ms = math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0
     return Measurement(
         role=request.role,
         steps=len(outcome.steps_ms),
-        step_ms=step_ms,
+        step_ms=math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0,
         began_unix_s=time.time() - outcome.seconds,
         void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
         steps_ms=outcome.steps_ms,
-        aggregates={name: value for name, value in known.items() if value is not None},
+        aggregates={name: getattr(outcome, name) for name in ("discarded_ms", "taken_ms", "tokens", "device_bytes")},
     )
 
 
@@ -414,58 +409,51 @@ class Recording:
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
         rig, cores = self._here.hardware.rig, self._here.usable_cores
-        try:
+        with noting(self.notices, StoreError):
             return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
-        except StoreError as error:
-            self.notices.append(f"{error}.")
-            return None
+        return None
 
     def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
-        try:
+        with noting(self.notices, StoreError):
             return self._store.unfinished_run(self.key, knobs, settings)
-        except StoreError as error:
-            self.notices.append(f"{error}.")
-            return None
-
-    def began_from(self, run: RunRecord) -> Setting | None:
-        """The setting that the search of a run began from; None: it cannot be resumed."""
-        try:
-            return Setting.from_knobs(self._store.trials(run.run_id)[0].knobs)
-        except (ZftuneError, LookupError, TypeError) as error:
-            self._note_anew(run, error)
-            return None
-
-    def _note_anew(self, run: RunRecord, error: Exception) -> None:
-        self.notices.append(f"Run {run.run_id[:8]} cannot be resumed ({error}): the search begins anew.")
+        return None
 
     def living(self, run_id: str) -> RunRecord | None:
         """A run whose training lives and which can be resumed, or None.
 
         Nothing that was in flight crashed: the training was not asked for it yet, or survived it.
         """
-        found = None
         with noting(self.notices, StoreError):
             run = self._store.run(run_id)
             if run is not None and run.key == self.key:
                 self._store.spare_trials(run_id)
-                found = run
-        return found
+                return run
+        return None
 
     def resume(
-        self, run: RunRecord, search: Search, learning_rate: float | None = None, *, is_another: bool = False
-    ) -> StoreRecorder | None:
-        """Continue a run with a new search that has the old one's arguments; it is brought to the old one's state.
+        self,
+        run: RunRecord,
+        make: Callable[[Setting], Search],
+        learning_rate: float | None = None,
+        *,
+        is_another: bool = False,
+    ) -> Search | None:
+        """The search of a run, brought to its last state; `make` makes one that begins from a setting.
 
-        `is_another`: another training continues it from its first step, with a loss curve of its own. Returns none
-        where it could not be resumed: `search` is of no use then.
+        `is_another`: another training continues it from its first step, with a loss curve of its own. None: it cannot
+        be resumed.
         """
         taken = None
         try:
+            rows = self._store.trials(run.run_id)
+            if not rows:
+                raise StoreError("it has no trials")
+            search = make(Setting.from_knobs(rows[0].knobs))
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken)
             recorder.resume(search, learning_rate, is_another=is_another)
         except ZftuneError as error:
-            self._note_anew(run, error)
+            self.notices.append(f"Run {run.run_id[:8]} cannot be resumed ({error}): the search begins anew.")
             if taken is not None:
                 with noting(self.notices, StoreError):
                     self._store.finish_run(taken)  # it would be found again and again
@@ -473,26 +461,7 @@ class Recording:
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
         self._versions, self.recorder = run.versions, recorder
-        return recorder
-
-    def bound(self, search: Search, here: Space, own: Setting | None) -> str:
-        """Make updates come earlier before a training continues with the best settings, if its weights may move
-        further.
-
-        `own` is the setting it begins with, where the movement was not measured and another training found the best.
-        Returns what replaces the best settings so far, and why, a sentence; "": they hold.
-        """
-        seen, space, late = len(search.notes), search.space, search.book.incumbent
-        if here.movement_percent is not None:
-            search.space = space.moving(here.movement_percent, here.movement_rate)
-            search.bound()
-        elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late.setting):
-            search.make_earlier(own, messages.NOT_KNOWN_YET)
-            search.suggest(late.setting, "planner")
-        if self.recorder is not None:
-            with noting(self.notices):
-                self.recorder.write(search)
-        return next((messages.sentence(one) for one in search.notes[seen:] if one.kind == "movement"), "")
+        return search
 
     def begin(
         self,
@@ -569,17 +538,9 @@ class Recording:
 
     def keep_preset(self, search: Search) -> None:
         """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
-        try:
-            self._keep_preset(search)
-        except (StoreError, ValueError) as error:
-            self.notices.append(f"The settings were not kept as a preset: {error}.")
-
-    def _keep_preset(self, search: Search) -> None:
         book = search.book
         gain, best, step_ms = book.gain, book.incumbent, book.step_ms(book.incumbent)
         if gain is None or step_ms is None or not gain.holds:
-            return
-        if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
             return
         evidence = Evidence(
             step_ms=step_ms,
@@ -595,7 +556,11 @@ class Recording:
             hardware=self._here.hardware, ratios=self.ratios, versions=self._versions,
             usable_cores=self._here.usable_cores,
         )  # fmt: skip
-        self._store.save_preset(preset)
+        try:
+            if all(one.state is not PresetState.ACTIVE for one in self._presets_of(best.setting)):
+                self._store.save_preset(preset)
+        except (StoreError, ValueError) as error:
+            self.notices.append(f"The settings were not kept as a preset: {error}.")
 
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import ranks_with_rows
 from zftune.emulation import EmulatedAccelerator, Rig
-from zftune.errors import BadInputError, ZftuneError
+from zftune.errors import BadInputError, ZftuneError, noting
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, choose, limits
 from zftune.planner.closed_form import predict
 from zftune.planner.machine import UNLIMITED, machine_of
@@ -31,7 +31,7 @@ from zftune.planner.rates import Rates
 from zftune.quality import assumed_coverage, at_full_rate, highest_rate, movement_percent, rate_at_full, rates
 from zftune.store.types import Key, Match, Model, Quality, Ratios, RunRecord
 from zftune.tuner import messages
-from zftune.tuner.pace import Load, Pace, busy_ms, changed, ratios_of
+from zftune.tuner.pace import Pace, busy_ms, changed, ratios_of
 from zftune.tuner.record import MachineInfo, Recording, StoreRecorder, search_settings, trained_model
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import (
@@ -155,7 +155,8 @@ class TrainingFacts:
     """Of a step, without its waits because of offloading."""
     coverage: MeasuredCoverage | None
     """None: to be assumed."""
-    load: Load
+    pace: Pace | None
+    """Of the warm-up."""
     model: ModelFacts
     company: WorldInfo = SINGLE_RANK
     rig: Rig | None = None
@@ -232,7 +233,7 @@ class Reader:
             step_ms=seen.step_ms,
             compute_ms=seen.compute_ms,
             coverage=seen.coverage,
-            load=Load.of(seen.steps, self.module),
+            pace=Pace.of(seen.steps),
             model=ModelFacts.from_module(name, self.module),
             company=company,
             rig=rig,
@@ -358,26 +359,40 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
 
 def _resumed(living: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
     """The run that lives, else the newest of the same search, if it was not finished."""
-    run = living
+    run, is_another = living, living is None and wanted.begins_anew
     if run is None and not wanted.fresh:
         run = recording.unfinished(wanted.own.knobs(), search_settings(wanted.options, wanted.space))
-    start = None if run is None else recording.began_from(run)
-    if run is None or start is None:
+    if run is None:
         return None
-    search = make(start, wanted.options)
-    is_another = living is None and wanted.begins_anew
-    recorder = recording.resume(run, search, wanted.learning_rate, is_another=is_another)
-    if recorder is None:
+    search = recording.resume(
+        run, lambda start: make(start, wanted.options), wanted.learning_rate, is_another=is_another
+    )
+    if search is None or recording.recorder is None:
         return None
-    new = search.notes[recorder.earlier_notes :]
+    new = search.notes[recording.recorder.earlier_notes :]
     rate = next((messages.sentence(note) for note in reversed(new) if LEARNING_RATE in note.details), "")
     earlier = ""
     if living is None:
-        earlier = recording.bound(search, wanted.space, wanted.own if wanted.begins_anew or rate else None)
+        _come_earlier(search, wanted, is_same_course=not (wanted.begins_anew or rate))
+        with noting(recording.notices):
+            recording.recorder.write(search)
+        movements = (note for note in search.notes[recording.recorder.earlier_notes :] if note.kind == "movement")
+        earlier = next(map(messages.sentence, movements), "")
     kept = f" with {messages.count(search.measurements, 'measurement')}" if search.measurements else ""
     more = " (--fresh, or fresh=True of zftune.attach, begins anew)" if living is None else ""
     told = (f"Resumes run {run.run_id[:8]}{kept}{more}.", rate, earlier)
     return Prepared(search, recording, " ".join(filter(None, told)), resumed=True)
+
+
+def _come_earlier(search: Search, wanted: SearchRequest, *, is_same_course: bool) -> None:
+    """Before a training continues with the best settings: its weights may move further than where they were found."""
+    here, space, late, own = wanted.space, search.space, search.book.incumbent.setting, wanted.own
+    if here.movement_percent is not None:
+        search.space = space.moving(here.movement_percent, here.movement_rate)
+        search.bound()
+    elif not is_same_course and not space.fixed_because and space.cost(own) < space.cost(late):
+        search.make_earlier(own, messages.NOT_KNOWN_YET)
+        search.suggest(late, "planner")
 
 
 def _choice(match: Match, wanted: SearchRequest) -> _Choice:
@@ -552,7 +567,7 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
     wanted = SearchRequest(
         own=base, space=space, options=wishes.search, fresh=wishes.fresh,
         least_ratio=0.0 if wishes.tune_memory else base.offload_ratio,
-        ratios=None if planner is None else ratios_of(facts.load, planner.rates), run_id=run_id,
+        ratios=None if planner is None else ratios_of(facts.model, facts.pace, planner.rates), run_id=run_id,
         learning_rate=facts.learning_rate, begins_anew=facts.begins_anew, unsearched=unsearched(facts.config),
     )  # fmt: skip
     prepared = begin(recording, wanted, make)

@@ -77,9 +77,12 @@ class Setting:
         """From `knobs()`, such as the store keeps. Raises BadInputError: a knob is missing or unknown, or has a value
         that is not allowed.
         """
-        if set(knobs) != set(cls.__dataclass_fields__):
+        if set(knobs) != set(_NAMES):
             raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
-        return cls(**knobs)
+        try:
+            return cls(**knobs)
+        except TypeError as error:
+            raise BadInputError(f"knobs are {dict(knobs)}: {error}") from error
 
     def knobs(self) -> dict[str, Any]:
         """What `set_knobs` takes."""

@@ -116,7 +116,6 @@ class Outcome:
     """What other processes took from the training thread in each step that counts; (): not known."""
     device_bytes: int | None = None
     """Peak; None: not measured."""
-    host_bytes: int | None = None
     reason: str = ""
     between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
@@ -211,7 +210,6 @@ class Trial:
     log_us: float = 0.0
     """Mean of its blocks' values: logarithms of microseconds per token."""
     device_bytes: int | None = None
-    host_bytes: int | None = None
 
     def keep(self, values: Sequence[float]) -> None:
         for value in values:

@@ -26,7 +26,7 @@ from zftune.quality import coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, SearchDriver
 from zftune.tuner.executor import Change, Executor, TuningContext, counted, holds, leave_tried
-from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
+from zftune.tuner.guard import Losses, LossGuard, Watch
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import Search
 from zftune.tuner.setup import WarmupStats
@@ -100,7 +100,7 @@ class Tuner:
 
     Args:
         driver: makes the search and runs its worker; closed with the tuner.
-        disturbance: tells that a measurement does not count; closed with the tuner.
+        disturbance: tells that a measurement does not count; closed with the tuner; None: nothing is watched.
         consensus: how several ranks change knobs, and reports changes on this one; None: there is one rank.
     """
 
@@ -110,7 +110,7 @@ class Tuner:
         driver: SearchDriver,
         *,
         tokens: int,
-        disturbance: Watch,
+        disturbance: Watch | None = None,
         eval_fn: Callable[[], float] | None = None,
         on_change: Change | None = None,
         consensus: KnobConsensus | None = None,
@@ -124,14 +124,13 @@ class Tuner:
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
         self._asked = asked_config(optimizer)
         self._since = optimizer.steps
-        self._driver, self._disturbance, self._consensus = driver, disturbance, consensus
+        self.driver, self._disturbance, self._consensus = driver, disturbance, consensus
         self._losses = Losses(optimizer.device, LossGuard())
         self._has_loss = False
         self._count = StepCount(optimizer)
         self._first_rate = self._highest_rate = 0.0
         self._best: tuple[Setting, Mapping[str, Any]] | None = None
         self._counter = Counter(optimizer.device.clock.now())
-        driver.count_by(self._counter)
         self._finishing: Background[None] | None = None
         self.live: Executor | None = None
         self._probed: Setting | None = None
@@ -168,30 +167,17 @@ class Tuner:
 
     @property
     def search(self) -> Search | None:
-        return self._driver.search
+        return self.driver.search
 
     @property
     def run_id(self) -> str | None:
         """Of the run in the store; None: the daemon writes it down, or nothing is written."""
-        return self._driver.run_id
-
-    @property
-    def asks_daemon(self) -> bool:
-        return self._driver.asks_daemon
-
-    @property
-    def registered(self) -> bool:
-        return self._driver.registered
-
-    @property
-    def begins(self) -> int:
-        return self._count.begins
+        return self.driver.run_id
 
     @property
     def gain(self) -> float:
-        """What the best settings so far save, a share of the step time.
-
-        It is that of the settings that the search began with, or of earlier ones that had to take their place.
+        """What the best settings so far save: a share of the step time of those that the search began with, or of
+        earlier ones that had to take their place.
         """
         return 0.0 if self.live is None else self.live.gain_share
 
@@ -282,10 +268,11 @@ class Tuner:
             self._hook.remove()
         else:
             self._consensus.leave()  # with the next steps
-        self._disturbance.close()
+        if self._disturbance is not None:
+            self._disturbance.close()
         if self._finishing is not None:
             self._finishing.join(_JOIN_S)
-        self._driver.close()
+        self.driver.close()
 
     # --- step by step ------------------------------------------------------------------------------------------------
 
@@ -298,9 +285,7 @@ class Tuner:
         self._counter.step(now_s, self._count.followed - before, self._tokens, self._rate())
         self._counter.last_step = self._optimizer.steps
         consensus = self._consensus
-        if loaded and consensus is not None:
-            consensus.resume_from_saved()  # whatever has come of the tuning here: the others do
-        if loaded and self.searching:
+        if loaded:
             self._resume_from_saved()
         if consensus is not None:
             with self._giving_up():
@@ -315,8 +300,14 @@ class Tuner:
             if self._eval_fn is not None and self._probe_is_due():
                 self._probe(self._eval_fn)
         self._note_best()
-        if consensus is not None:
-            self._talk(consensus)
+        if consensus is not None:  # all ranks do, after every step, whatever has come of the tuning here
+            if self._finishing is not None:
+                consensus.leave()
+            if self.live is not None:
+                consensus.keeps = self._best_knobs()
+            consensus.say()
+            if consensus.over and self._closed:
+                self._hook.remove()
 
     def _rate(self) -> float:
         """The highest learning rate; all groups are looked at where that of the first has changed, and now and then."""
@@ -346,8 +337,12 @@ class Tuner:
 
     def _resume_from_saved(self) -> None:
         """A saved state was loaded: earlier steps are of another course, and this one's first steps are slow."""
+        if self._consensus is not None:
+            self._consensus.resume_from_saved()  # whatever has come of the tuning here: the others do
+        if not self.searching:
+            return
         self._losses.forget()
-        if not self._driver.begun:
+        if not self.driver.begun:
             self._count.begin_warm_up()
         if self.live is None:
             self._since = self._optimizer.steps
@@ -357,16 +352,6 @@ class Tuner:
             self.live.resume_from_saved()
         else:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
-
-    def _talk(self, consensus: KnobConsensus) -> None:
-        """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
-        if self._finishing is not None:
-            consensus.leave()
-        if self.live is not None:
-            consensus.keeps = self._best_knobs()
-        consensus.say()
-        if consensus.over and self._closed:
-            self._hook.remove()
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -395,7 +380,7 @@ class Tuner:
             self._listen()
             if self._over:
                 self._finish()
-        elif not self._driver.begun:
+        elif not self.driver.begun:
             self._warm()
         elif not self._begin():
             self._watch()
@@ -419,7 +404,8 @@ class Tuner:
                 _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
             self._asked = asked_config(self._optimizer)
             config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
-            self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
+            seen = WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew)
+            self.driver.prepare(seen, self._counter)
 
     def _watch(self) -> bool:
         wrong = self._losses.judge()
@@ -428,7 +414,7 @@ class Tuner:
         return wrong is not None
 
     def _begin(self) -> bool:
-        self.live = self._driver.live(
+        self.live = self.driver.live(
             TuningContext(
                 optimizer=self._optimizer,
                 tokens=self._tokens,
@@ -447,7 +433,7 @@ class Tuner:
         return self.live is not None
 
     def _listen(self) -> None:
-        for level, sentence in self._driver.said():  # a warning is of the store, whose rows take no remark of it
+        for level, sentence in self.driver.said():  # a warning is of the store, whose rows take no remark of it
             self.say(sentence, level, is_remark=level < logging.WARNING)
 
     # --- the staleness probe -----------------------------------------------------------------------------------------
@@ -456,7 +442,7 @@ class Tuner:
         """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
         if self.live is None:
             is_known = self._optimizer.config.update_interval != "auto"
-            return self._probed is None and self._driver.begun and is_known
+            return self._probed is None and self.driver.begun and is_known
         setting = self.live.incumbent
         settled = setting.update_interval + setting.apply_lag
         return self._probed != setting and self.live.request is None and self.live.steady_steps > settled
@@ -495,7 +481,7 @@ class Tuner:
                 incumbent=None if self.live is None else self.live.incumbent,
                 gain=None if self.live is None else self.live.gain,
             )
-            for level, sentence in self._driver.end(ended):
+            for level, sentence in self.driver.end(ended):
                 self.conclusion = self.conclusion or sentence
                 _logger.log(level, "%s", sentence, extra={CONCLUDES: True})
                 if level >= logging.WARNING:
@@ -529,7 +515,7 @@ def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
 
 def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
     """A closed tuner of an optimizer: it has the knobs, and nothing else."""
-    tuner = Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance())
+    tuner = Tuner(optimizer, SearchDriver(), tokens=1)
     tuner.close()
     return tuner
 

@@ -44,8 +44,6 @@ def farewell(prepared: Prepared | None, message: Goodbye, total: Count) -> Farew
     search = None if prepared is None else prepared.search
     over = search is not None and search.is_settled
     if search is not None:
-        if message.idle is not None:
-            search.idle(message.idle)
         if not over:
             search.stop(message.reason or ENDED_EARLY, early=True)
     level, result = conclusion(search, total, steps=message.steps, begins=message.begins, over=over or message.over)

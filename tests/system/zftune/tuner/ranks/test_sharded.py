@@ -34,7 +34,6 @@ from zftune.planner.split import split_of
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.drivers import LocalDriver, SearchDriver
-from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
@@ -123,7 +122,7 @@ class Training:
             # Alone it is told nothing of ranks, and keeps nothing.
             self.store = open_store(str(Path(self.folder.name) / "z.db")) if company.ranks > 1 else None
             driver = LocalDriver(self.optimizer, WISHES, self.store or False, company)
-        return Tuner(self.optimizer, driver, tokens=ROWS, disturbance=NoDisturbance(), consensus=consensus)
+        return Tuner(self.optimizer, driver, tokens=ROWS, consensus=consensus)
 
     def step(self) -> None:
         batch = torch.randn(RANKS * ROWS, WIDTH, generator=self._batches).bfloat16()

@@ -50,7 +50,7 @@ MESSAGES: list[Any] = [
         request=Request(Setting(), "b", 1, 4, 8), incumbent=Setting(topk_ratio=0.2),
         start=Setting(), taken=2, record=SESSION, notices=("one",),
     ),
-    Goodbye(protocol=PROTOCOL, session=SESSION, steps=10, begins=8, remarks=(REMARK,), idle=UnmeasuredSteps(1.0)),
+    Goodbye(protocol=PROTOCOL, session=SESSION, steps=10, begins=8, remarks=(REMARK,)),
     Farewell(protocol=PROTOCOL, sentence="done", warning=True, notices=("x",)),
 ]  # fmt: skip
 PLAIN: list[Any] = [
