@@ -108,6 +108,19 @@ def assumed_coverage(topk_ratio: float) -> float:
     return 0.0 if topk_ratio <= 0 else float(topk_ratio**exponent)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredCoverage:
+    """The same as measured at some ratios, and between them on straight lines. Plain data, so that it can be sent."""
+
+    ratios: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def __call__(self, topk_ratio: float) -> float:
+        from numpy import interp
+
+        return float(interp(topk_ratio, self.ratios, self.shares))
+
+
 def movement_percent(steps: Iterable[StepStats]) -> float | None:
     """How far the deferred weights move in a step, in percent of their norm, over several steps; None: not measured."""
     known = [(one.change_norm, one.weight_norm) for one in steps if one.change_norm is not None and one.weight_norm]

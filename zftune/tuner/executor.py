@@ -44,10 +44,11 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a requested change."""
+    """The result of a requested change: the step after which the knobs hold, 0 where that is before the first; None:
+    nothing has changed.
+    """
 
     step: int | None = None
-    """After which the knobs hold, 0 where that is before the first; None: nothing has changed."""
     refused: str = ""
     void: str = ""
 
@@ -78,13 +79,11 @@ def leave_tried(
     on_change: Change | None,
     agree: Callable[[Mapping[str, Any]], Verdict | None] | None = None,
 ) -> str:
-    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it.
-
-    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once. Returns a sentence
-    for the log; "": none were tried.
+    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it, and `agree`
+    changes knobs where all do, else returns None. Returns a sentence; "": none were tried.
     """
     kept, config = optimizer.kept_knobs, optimizer.config
-    verdict = None if kept is None else agree(kept) if agree else change_knobs(optimizer, kept)
+    verdict = None if kept is None else (agree or partial(change_knobs, optimizer))(kept)
     if verdict is None or kept is None:
         return ""
     if verdict.step is None:
@@ -111,7 +110,7 @@ class Changes:
         self._verdict = change_knobs(self._optimizer, knobs)
 
     def verdict(self) -> Verdict | None:
-        """The result of the last request, once; None: not known yet."""
+        """The result of the last request, once; None: not yet."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
@@ -253,12 +252,11 @@ class Executor:
 
     @property
     def gain_share(self) -> float:
-        """Share of the step time that counts as saved; 0 where there is no gain."""
         return 0.0 if self.gain is None else self.gain.share
 
-    def log_loss(self, loss: torch.Tensor | float) -> None:
+    def log_loss(self, step: int, loss: torch.Tensor | float) -> None:
         if self.losses is not None and not self.over:
-            self.losses.add(self._optimizer.steps, loss)
+            self.losses.add(step, loss)
 
     def log_tokens(self, tokens: int) -> None:
         if tokens != self._tokens:
@@ -267,9 +265,7 @@ class Executor:
         self._tokens = tokens
 
     def stop(self, reason: str, *, restores: bool = True) -> None:
-        """End the search early (`reason` "": the training has ended); set the incumbent's knobs, unless `restores` is
-        False.
-        """
+        """End the search early (`reason` "": the training has ended), and set the incumbent's knobs if `restores`."""
         self.close()
         if not self.over:
             self._worker.stop(reason)
@@ -281,9 +277,8 @@ class Executor:
         self._worker.close()
 
     def resume_from_saved(self) -> None:
-        """Call it after the first step of a state that was loaded: the incumbent's knobs are set in it.
-
-        What is measured is given up, and a change that was on its way has gone with the state that it was for.
+        """After the first step of a state that was loaded: set the incumbent's knobs in it. What is measured is given
+        up; a change that was on its way has gone with the state that it was for.
         """
         self._from = self._seen = self._optimizer.steps - 1
         self._applied = self._in_force()
@@ -292,21 +287,18 @@ class Executor:
             self.state = Over() if self.over else Resting()
             self._restore()
         else:
-            outcome = self._void("a saved state was loaded")
+            outcome = self._outcome("void", "a saved state was loaded")
             self.state = Resting()
             self._hand(replace(outcome, called_off=True))
 
     def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Call it after each step, with its loss, a scalar on any device; whether the search goes on.
-
-        When it ends, the incumbent's knobs are set.
-        """
+        """After each step, with its loss, a scalar on any device; whether the search goes on."""
         if self._counts_steps:
             self.counter.step(self._optimizer.device.clock.now(), 1, self._tokens)
         if self.over:
             return False
         if loss is not None:
-            self.log_loss(loss)
+            self.log_loss(self._optimizer.steps, loss)
         wrong = None if self.losses is None else self.losses.judge()
         if wrong is not None:
             self.go_back(wrong)
@@ -319,10 +311,9 @@ class Executor:
             self._seen = stats.step
             self._worker.observe(stats)
             self._take(stats)
-            self._stay(stats)
         recounted, self._recounted = self._recounted, False
         if recounted and self.request is not None:  # not all steps of the measurement are of one size
-            self._hand(self._void("the tokens of a step have changed"))
+            self._hand(self._outcome("void", "the tokens of a step have changed"))
         self._give_up()
         if self.request is None and not self._handed:
             self._hand(None)
@@ -352,12 +343,10 @@ class Executor:
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         (before, self.incumbent), self.gain = (self.incumbent, incumbent), gain
-        changes = incumbent.differences(before)
-        if not changes:
-            return
-        self._of_incumbent_ms.clear()
-        saves = f", which saves {gain} of the step time" if gain is not None and gain.share > 0 else ""
-        _logger.info("zftune sets the best settings so far: %s%s.", changes, saves)
+        if changes := incumbent.differences(before):
+            self._of_incumbent_ms.clear()
+            saves = f", which saves {gain} of the step time" if gain is not None and gain.share > 0 else ""
+            _logger.info("zftune sets the best settings so far: %s%s.", changes, saves)
 
     def _ask(self, setting: Setting, request: Request | None = None) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
@@ -367,13 +356,6 @@ class Executor:
         if not stays:
             self._changes.ask(setting.knobs())
             self._settle()
-
-    def _stay(self, stats: StepStats) -> None:
-        """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
-        changing = self.state
-        of_these = stats.step > self._from  # a whole window of theirs: that step closed one of other knobs
-        if isinstance(changing, Changing) and changing.stays and stats.closed and of_these:
-            self._begin(changing, stats.step)
 
     def _begin(self, changing: Changing, step: int) -> None:
         """The knobs hold after a step: measure under them where that is still wanted."""
@@ -399,7 +381,7 @@ class Executor:
                 self._on_change(verdict.step or 1, changing.setting.knobs())
         elif changing.request is not None:
             self.state = Resting()
-            self._hand(self._nothing("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
+            self._hand(self._outcome("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
             return
         else:
             self.state = Resting()
@@ -409,10 +391,13 @@ class Executor:
             self._restore()  # it was given up meanwhile
 
     def _take(self, stats: StepStats) -> None:
-        """Count a step, and hand over the outcome of the request where it is over."""
+        """Count a step; measured ones begin with the window after it, or end with it."""
         block, step_ms = self.state, stats.step_ms or 0.0
         if not isinstance(block, Block) or stats.step <= self._from or self._is_made_ready(block, stats):
             self._count("change", step_ms, challenges=self._pass_unmeasured(stats.step, step_ms / 1e3))
+            # The knobs stay, and it has closed a whole window of theirs: step `_from` closed one of other knobs.
+            if isinstance(block, Changing) and block.stays and stats.closed and stats.step > self._from:
+                self._begin(block, stats.step)
             return
         request = block.request
         self._count("measurement", step_ms, challenges=request.role not in OF_INCUMBENT)
@@ -428,7 +413,7 @@ class Executor:
                 self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
         if len(block.steps) >= request.steps or request.ends_early(block.discarded, block.steps):
             disturbed = self._disturbance()
-            self._hand(self._outcome(block, "measured" if disturbed is None else "void", disturbed or ""))
+            self._hand(self._outcome("measured" if disturbed is None else "void", disturbed or ""))
 
     def _pass_unmeasured(self, step: int, seconds: float) -> bool:
         """Count a step of no measurement; whether another setting than the incumbent ran."""
@@ -454,35 +439,25 @@ class Executor:
         block.pinning = found and (stats.pin_ms > 0 or not stats.closed)
         return found
 
-    def _outcome(self, block: Block, status: Literal["measured", "void"], reason: str) -> Outcome:
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
+    def _outcome(self, status: Literal["measured", "void", "crashed"], reason: str) -> Outcome:
+        """Of what is measured, or is about to be."""
+        block, optimizer, groups = self.state, self._optimizer, self._optimizer.param_groups
         between, self.unmeasured = self.unmeasured, UnmeasuredSteps()
-        return Outcome(
-            status=status,
+        nothing = Outcome(status, tokens=self._tokens, reason=reason, between=between)
+        if not isinstance(block, Block):
+            return nothing
+        return replace(
+            nothing,
             steps_ms=tuple(block.steps),
             discarded_ms=tuple(block.discarded),
-            tokens=self._tokens,
             moves=tuple(one.coverage_curve is not None or one.churn is not None for one in block.stats),
             taken_ms=tuple(block.taken) if len(block.taken) == len(block.steps) else (),
             device_bytes=optimizer.device.peak_bytes(),
-            reason=reason,
-            between=between,
             pace=Pace.of(block.stats),
             ranks_ms=self._changes.ranks_ms(),
             movement_percent=at_full_rate(movement_percent(block.stats), groups, block.rates),
             movement_rate=rate_at_full(groups, block.rates),
         )
-
-    def _void(self, reason: str) -> Outcome:
-        return (
-            self._outcome(self.state, "void", reason)
-            if isinstance(self.state, Block)
-            else self._nothing("void", reason)
-        )
-
-    def _nothing(self, status: Literal["void", "crashed"], reason: str) -> Outcome:
-        between, self.unmeasured = self.unmeasured, UnmeasuredSteps()
-        return Outcome(status, tokens=self._tokens, reason=reason, between=between)
 
     def _hand(self, outcome: Outcome | None) -> None:
         if isinstance(self.state, Block):
@@ -495,14 +470,12 @@ class Executor:
 
     def _give_up(self) -> None:
         recall = self._worker.recall()
-        if recall is None:
-            return
-        if recall.incumbent is not None:
+        if recall is not None and recall.incumbent is not None:
             self._adopt(recall.incumbent, recall.gain)
-        if self.request is None:
+        if recall is not None and self.request is None:
             self._restore()
-        else:
-            self._hand(replace(self._void(recall.reason), called_off=True))
+        elif recall is not None:
+            self._hand(replace(self._outcome("void", recall.reason), called_off=True))
 
     def _restore(self) -> None:
         """Have the incumbent run; a change under way has its verdict first."""
@@ -530,6 +503,7 @@ class Executor:
         self.state = Over()
 
     def go_back(self, reason: str) -> None:
+        """Training goes wrong: end the search with the settings at the start."""
         self._worker.guard(reason)
         self.incumbent, self.gain = self._start, None
         self._end()
@@ -538,9 +512,8 @@ class Executor:
 def live_search(
     scene: TuningContext, search: Search, *, recorder: StoreRecorder | None = None, worker: DeskMaker | None = None
 ) -> Executor:
-    """An executor whose search runs in the process that trains, in a thread unless `worker` is given.
-
-    While a worker thinks, the search is the worker's: read it after `close()`.
+    """An executor whose search runs in the process that trains, in a thread unless `worker` is given; read the search
+    after `close()`.
     """
     search.device_limit_bytes = device_limit(scene.optimizer)
     worker = worker or partial(ThreadWorker, clock=scene.optimizer.device.clock)

@@ -40,7 +40,6 @@ MOST_TALK_BYTES = 2048
 PATIENCE_S = 60.0
 """How long ranks wait for one that is not there; then they tune no more."""
 _WORD = struct.Struct("<2q?2q")
-_LENGTH = struct.Struct("<q")
 _POLL_S = 0.01
 _VOID = "void"
 _FIRST = 0
@@ -51,18 +50,17 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """The message of every rank."""
+    """The message of every rank after a step; 0 is "none" or "not known"."""
 
     step: int
-    """That was just taken."""
     acknowledged: int = 0
-    """Number of the proposal that it is ready for; 0: none."""
+    """Number of the proposal that it is ready for."""
     leaves: bool = False
     """Whether nothing is to be tuned any more; its last message."""
     wrong_at: int = 0
-    """Step at which its loss showed that training goes wrong; 0: it does not."""
+    """Step at which its loss showed that training goes wrong."""
     own_us: int = 0
-    """Its newest measured step without its waits in collectives, microseconds; 0: not known."""
+    """Its newest measured step without its waits in collectives, microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +82,18 @@ def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage |
     """Write a rank's part into a room of zeros; `talk` is rank 0's alone. Raises ValueError if it is too long."""
     whole = room.numpy().data
     _WORD.pack_into(whole, rank * _WORD.size, *astuple(word))
-    if talk is None:
-        return
-    text = json.dumps([talk.number, talk.knobs, talk.keeps]).encode()
+    text = b"" if talk is None else json.dumps([talk.number, talk.knobs, talk.keeps]).encode()
+    if len(text) > MOST_TALK_BYTES:
+        raise ValueError(f"a proposal has {len(text)} bytes, more than {MOST_TALK_BYTES}")
     begin = len(whole) - MOST_TALK_BYTES
-    if len(text) > MOST_TALK_BYTES - _LENGTH.size:
-        raise ValueError(f"a proposal has {len(text)} bytes, more than {MOST_TALK_BYTES - _LENGTH.size}")
-    _LENGTH.pack_into(whole, begin, len(text))
-    whole[begin + _LENGTH.size : begin + _LENGTH.size + len(text)] = text
+    whole[begin : begin + len(text)] = text
 
 
 def read(room: torch.Tensor) -> tuple[list[RankMessage], LeaderMessage]:
     """The messages of all ranks, from a room that all have filled."""
-    whole = room.numpy().data
-    begin = len(whole) - MOST_TALK_BYTES
-    words = [RankMessage(*word) for word in _WORD.iter_unpack(whole[:begin])]
-    (length,) = _LENGTH.unpack_from(whole, begin)
-    return words, LeaderMessage(*json.loads(bytes(whole[begin + _LENGTH.size : begin + _LENGTH.size + length])))
+    whole = room.numpy().tobytes()
+    words, text = whole[:-MOST_TALK_BYTES], whole[-MOST_TALK_BYTES:].rstrip(b"\0")
+    return [RankMessage(*word) for word in _WORD.iter_unpack(words)], LeaderMessage(*json.loads(text))
 
 
 class UnheardError(Exception):
@@ -212,14 +205,13 @@ class KnobConsensus(Changes):
         self._leaves = False
         self._round = 0
         self._open: LeaderMessage | None = None
-        """The proposal that is acknowledged in this round."""
+        """The proposal that is acknowledged in this round, if this rank is ready for it."""
         self._ready = False
-        """Whether this rank acknowledges it."""
         self._number = 0
         """Of the newest proposal of rank 0, there."""
         self._wish: Mapping[str, Any] | None = None
-        self._asked = False  # whether there is a verdict to come
-        self._withdrawn = False
+        self._asked = self._withdrawn = False
+        """Whether there is a verdict to come, and whether nobody wants the change any more."""
         self._applied: Mapping[str, Any] | None = None
         self._loaded = False
         """Whether a saved state was loaded that may name knobs to go back to."""
@@ -241,8 +233,6 @@ class KnobConsensus(Changes):
 
     def ranks_ms(self) -> tuple[float, ...]:
         return tuple(1e-3 * fmean(own) for own in zip(*self._own_us, strict=True))
-
-    # --- every rank --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         self._leaves = True
@@ -276,8 +266,8 @@ class KnobConsensus(Changes):
         if self.over:
             return
         self._round += 1
-        acknowledges = self._open is not None and self._ready and not self._leaves and not self._withdrawn
-        number = self._open.number if self._open is not None and acknowledges else 0
+        is_ready = self._ready and not self._leaves and not self._withdrawn
+        number = self._open.number if self._open is not None and is_ready else 0
         newest = self._optimizer.history(after=self._optimizer.steps - _LATE)
         own_ms = [one.step_ms - (one.stall_ms or {}).get("comm", 0.0) for one in newest if one.step_ms]
         own_us = round(1e3 * own_ms[-1]) if own_ms else 0
@@ -303,12 +293,8 @@ class KnobConsensus(Changes):
             return
         if all(word.own_us for word in words):
             self._own_us.append([word.own_us for word in words])
-        wrong = (
-            went_wrong(word.wrong_at, f"the loss of rank {rank} is not a number or a spike")
-            for rank, word in enumerate(words)
-            if word.wrong_at
-        )
-        self.wrong = next(wrong, self.wrong)
+        for rank, word in ((rank, word) for rank, word in enumerate(words) if word.wrong_at):
+            self.wrong = went_wrong(word.wrong_at, f"the loss of rank {rank} is not a number or a spike")
         if not self.is_first:
             self.keeps = talk.keeps
         leaver = next((rank for rank, word in enumerate(words) if word.leaves), None)
@@ -320,7 +306,10 @@ class KnobConsensus(Changes):
                 self._change_if_agreed(talk.keeps)
             self._end("" if leaver == self._exchange.rank else f"Tuning ended: rank {leaver} tunes no more.")
         elif proposal is not None:
-            self._judge(proposal, words)
+            missing = next((rank for rank, word in enumerate(words) if word.acknowledged != proposal.number), None)
+            made = self._change_if_agreed(proposal.knobs) if missing is None else None
+            reason = "a rank was not heard" if missing is None else f"rank {missing} did not acknowledge the change"
+            self._decide(made or Verdict(void=reason))
         else:
             if talk.keeps is None:  # the same to all that hear this round
                 self._go_back()
@@ -332,13 +321,6 @@ class KnobConsensus(Changes):
         if self._loaded:
             self._loaded = False
             self.back = leave_tried(self._optimizer, None, self._change_if_agreed)
-
-    def _judge(self, proposal: LeaderMessage, words: Sequence[RankMessage]) -> None:
-        missing = [rank for rank, word in enumerate(words) if word.acknowledged != proposal.number]
-        if missing:
-            self._decide(Verdict(void=f"rank {missing[0]} did not acknowledge the change"))
-        else:
-            self._decide(self._change_if_agreed(proposal.knobs) or Verdict(void="a rank was not heard"))
 
     def _is_ready(self, knobs: Mapping[str, Any]) -> bool:
         try:

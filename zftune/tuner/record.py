@@ -36,7 +36,6 @@ from zftune.store.types import (
     TrialState,
     Withdrawal,
 )
-from zftune.tuner import messages
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.evidence import BLOCK_STEPS, block_value
 from zftune.tuner.search import Search, SearchOptions
@@ -50,7 +49,6 @@ from zftune.tuner.states import (
     Outcome,
     Request,
     SearchState,
-    Trial,
 )
 
 if TYPE_CHECKING:
@@ -87,16 +85,14 @@ class StoreRecorder:
         """Keeps the counts of this process beside the rows; None: it does not train, or does not yet."""
         self._states: dict[int, TrialState] = {}
         """Of the trials that are written down, by number."""
-        self._notes = 0
-        self.earlier_notes = 0
-        """How many of the search's decisions are of earlier lives of the run."""
+        self._notes = self.earlier_notes = 0
+        """How many of the search's decisions are written down, and how many are of earlier lives of the run."""
         self._lease_until = time.monotonic() + LEASE_S
         self._runs = False
         """Whether a challenger was written down as in flight, and its outcome is unknown."""
 
     @property
     def database(self) -> Path | None:
-        """The file of the run; None: a server's, or none that lasts."""
         return self._store.path
 
     @property
@@ -107,8 +103,8 @@ class StoreRecorder:
         return self._account
 
     def follow(self, counted: Callable[[], Count], process: str = "") -> None:
-        """Keep the account with every row from now on. `process` names the counting process; "": this one, whose count
-        is kept beside the rows as well.
+        """Keep the account with every row from now on; `process` counts, "": this one, whose count is kept beside the
+        rows as well.
         """
         self._process, self._counted = process or self._run.token, counted
         if not process and self._heart is None:
@@ -121,13 +117,13 @@ class StoreRecorder:
         so its loss curve is its own. Raises StoreError: the store could not be read or written; ZftuneError: the state
         is not that of such a search.
         """
-        run_id = self._run.run_id
+        run_id = self.run_id
         rows, found = self._store.trials(run_id), self._store.search_state(run_id)
-        if found is not None:
-            try:
-                state = state_adapter().validate_python(found)
-            except ValueError as error:
-                raise ZftuneError(f"the state of its search cannot be read ({str(error).splitlines()[0]})") from error
+        try:
+            state = None if found is None else state_adapter().validate_python(found)
+        except ValueError as error:
+            raise ZftuneError(f"the state of its search cannot be read ({str(error).splitlines()[0]})") from error
+        if state is not None:
             search.restore(state, self._store.decisions(run_id))
         if is_another:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
@@ -194,20 +190,17 @@ class StoreRecorder:
             self._heart.tries(trial)
 
     def write(self, search: Search) -> None:
-        """Write down new decisions."""
-        self._refuse()
+        """Write down new decisions. Raises ZftuneError where nothing more is written."""
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
         self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
-        """Record a command that does not concern the search. May be called from any thread."""
-        self._refuse()
-        progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
-        self._store.record(self._run, progress, self._kept)
-
-    def _refuse(self) -> None:
-        """Raise ZftuneError where nothing more is written."""
+        """Record a command that does not concern the search, from any thread; raises as `write` does."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
+        progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
+        self._store.record(self._run, progress, self._kept)
 
     def renew(self, lease_s: float) -> None:
         """Extend the run's lease by `lease_s`."""
@@ -228,9 +221,8 @@ class StoreRecorder:
                 self._record(search)
                 self._write_curve()
             if self.notices:
-                self._tries(None)
-                return  # nor would it be closed now
-        self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
+                return self._tries(None)  # nor would it be closed now
+        return self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
     def _end(self, end: Callable[[Run, Account | None], None]) -> None:
         """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
@@ -244,8 +236,7 @@ class StoreRecorder:
             self._heart.end(remove=is_written)
 
     def _write_curve(self) -> None:
-        version = self.curve.version
-        if version != self._curve_version:
+        if (version := self.curve.version) != self._curve_version:
             self._store.save_curve(self._run, self.curve.curve())
             self._curve_version = version
 
@@ -271,7 +262,16 @@ class StoreRecorder:
         if in_flight is not None:
             states[in_flight] = (TrialState.IN_FLIGHT, None)
         progress = Progress(
-            trials=tuple(_new(one) for one in trials[len(self._states) :]),
+            trials=tuple(
+                NewTrial(
+                    knobs=one.setting.knobs(),
+                    source=one.source,
+                    predicted_step_ms=None if one.forecast is None else one.forecast.step_ms,
+                    constraint=one.constraint,
+                    rejected=one.reason if one.state is TrialState.REJECTED else None,
+                )
+                for one in trials[len(self._states) :]
+            ),
             states=states,
             measured=None if measured is None else (measured[0].trial, _row(*measured)),
             decisions=tuple(self._decisions(search)),
@@ -320,18 +320,7 @@ def state_adapter() -> TypeAdapter[SearchState]:
     return TypeAdapter(SearchState)
 
 
-def _new(trial: Trial) -> NewTrial:
-    return NewTrial(
-        knobs=trial.setting.knobs(),
-        source=trial.source,
-        predicted_step_ms=None if trial.forecast is None else trial.forecast.step_ms,
-        constraint=trial.constraint,
-        rejected=trial.reason if trial.state is TrialState.REJECTED else None,
-    )
-
-
 def _row(request: Request, outcome: Outcome) -> Measurement:
-    """An outcome as a row of the store."""
     return Measurement(
         role=request.role,
         steps=len(outcome.steps_ms),
@@ -359,11 +348,10 @@ def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
-    """The machine and the software of a training process."""
+    """The machine and the software of a training process; its cores by affinity and control group."""
 
     hardware: Hardware
     usable_cores: float | None
-    """By affinity and control group."""
     versions: Mapping[str, str]
 
     @classmethod
@@ -396,10 +384,7 @@ class Recording:
         return [*self.notices, *(() if self.recorder is None else self.recorder.notices)]
 
     def barred(self) -> tuple[BarredSetting, ...]:
-        """Settings that earlier runs did not survive, or that were rolled back.
-
-        Runs that ended without goodbye are closed first.
-        """
+        """Settings that earlier runs, those that ended without goodbye too, did not survive, or were rolled back."""
         found: list[BarredSetting] = []
         with noting(self.notices):
             self._store.reap()
@@ -409,26 +394,26 @@ class Recording:
     def preset(self) -> Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
         rig, cores = self._here.hardware.rig, self._here.usable_cores
-        with noting(self.notices, StoreError):
+        try:
             return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
-        return None
+        except StoreError as error:
+            return self.notices.append(f"{error}.")
 
     def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
-        with noting(self.notices, StoreError):
+        try:
             return self._store.unfinished_run(self.key, knobs, settings)
-        return None
+        except StoreError as error:
+            return self.notices.append(f"{error}.")
 
     def living(self, run_id: str) -> RunRecord | None:
-        """A run whose training lives and which can be resumed, or None.
-
-        Nothing that was in flight crashed: the training was not asked for it yet, or survived it.
-        """
+        """A run whose training lives and which can be resumed, or None; what was in flight did not crash."""
+        found = None
         with noting(self.notices, StoreError):
             run = self._store.run(run_id)
             if run is not None and run.key == self.key:
                 self._store.spare_trials(run_id)
-                return run
-        return None
+                found = run
+        return found
 
     def resume(
         self,
@@ -475,8 +460,8 @@ class Recording:
     ) -> StoreRecorder | None:
         """Add the run of a new search; None if the store takes nothing.
 
-        `knobs` default to what the search begins from. `stake` is the preset that is measured again: its name and
-        setting. `run_id`: see `zftune.store.runs.Runs.begin_run`. `unsearched`: see `zftune.tuner.space.unsearched`.
+        `knobs` default to what the search begins from; `stake` is the preset that is measured again: its name and
+        setting. For the others see `begin_run` of the store and `zftune.tuner.space.unsearched`.
         """
         knobs, space = search.book.trials[0].setting.knobs() if knobs is None else knobs, search.space
         settings = {
@@ -493,8 +478,7 @@ class Recording:
         with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._here.hardware, knobs=knobs, settings=settings,
-                versions=self._here.versions, usable_cores=self._here.usable_cores,
-                run_id=run_id,
+                versions=self._here.versions, usable_cores=self._here.usable_cores, run_id=run_id,
             )  # fmt: skip
             self._versions, self._stake = self._here.versions, stake
             self.recorder = StoreRecorder(self._store, run)
@@ -508,12 +492,11 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        won = None if self._stake is None or unfinished else stake_won(search, self._stake[1])
-        if self._stake is not None and won is not None:  # the preset that was measured again was compared
-            with noting(self.notices, StoreError):
-                if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
-                    name = self._stake[0]
-                    self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
+        name, setting = self._stake or ("", None)
+        won = None if setting is None or unfinished else stake_won(search, setting)
+        with noting(self.notices, StoreError):
+            if won is not None and self._store.record_comparison(name, won=won) is PresetState.WITHDRAWN:
+                self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
@@ -528,11 +511,11 @@ class Recording:
         return not thread.is_alive()
 
     def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
-        """Withdraw a setting from every preset of this key."""
         for one in self._presets_of(setting):
             self._store.withdraw_preset(one.name, why)
 
     def _presets_of(self, setting: Setting) -> list[Preset]:
+        """Those of this key."""
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
         return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
@@ -565,9 +548,8 @@ class Recording:
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     """All that a search follows from except measurements: a run must share it to be resumed."""
-    names = ("seed", "sampler", "most_measurements")
-    dimensions = {one.name: list(one.choices) for one in space.dimensions}
-    return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
+    known = {name: getattr(options, name) for name in ("seed", "sampler", "most_measurements")}
+    return {**known, "dimensions": {one.name: list(one.choices) for one in space.dimensions}}
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:

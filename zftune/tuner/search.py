@@ -127,7 +127,7 @@ class Search:
         self.notes.append(Decision("remark", None, about, remark.step, remark.at_unix_s))
 
     def stop(self, text: str = "", because: str = "", *, early: bool = False, **about: Any) -> None:
-        """End the search; the incumbent stays. The reason is `text`, or the template `because` with its figures `about`.
+        """End the search; the incumbent stays. `text`, or the template `because` with figures `about`, is the reason.
 
         `early`: before its own end; with `final=True` among the figures it is over for later trainings, too.
         """
@@ -259,7 +259,7 @@ class Search:
         if trial is None:
             why = self.space.fixed_because
             may_hold = self.options.watch or bool(self.space.dimensions)
-            return self._rest("fixed" if why else "idle", may_hold=may_hold, **({"why": why} if why else {}))
+            return self._rest("fixed", may_hold=may_hold, why=why) if why else self._rest("idle", may_hold=may_hold)
         missing_s = cost.spent_s + self._expected_s(trial.setting) - cost.allowed_s
         if missing_s <= 0:
             is_look = not self.known.pair(trial.setting).gains
@@ -576,8 +576,8 @@ class Search:
             return
         voids = state.voids + (not outcome.called_off)
         if voids < MOST_VOIDS:
-            is_unit = isinstance(state, states.Unit)
-            self.known.state = replace(state, voids=voids, **({"before": None, "blocks": ()} if is_unit else {}))
+            again = replace(state, voids=voids)
+            self.known.state = replace(again, before=None, blocks=()) if isinstance(again, states.Unit) else again
             return
         about: dict[str, Any] = {"times": MOST_VOIDS, "what": str(trial.setting), "why": outcome.reason}
         self._note("void", trial.number, **about)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,7 +27,15 @@ from zftune.planner.machine import UNLIMITED, machine_of
 from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
-from zftune.quality import assumed_coverage, at_full_rate, highest_rate, movement_percent, rate_at_full, rates
+from zftune.quality import (
+    MeasuredCoverage,
+    assumed_coverage,
+    at_full_rate,
+    highest_rate,
+    movement_percent,
+    rate_at_full,
+    rates,
+)
 from zftune.store.types import Key, Match, Model, Quality, Ratios, RunRecord
 from zftune.tuner import messages
 from zftune.tuner.pace import Pace, busy_ms, changed, ratios_of
@@ -61,11 +68,10 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class WorldInfo:
-    """The ranks that train one model."""
+    """The ranks that train one model; those that are `here` share one machine's cores."""
 
     ranks: int = 1
     here: int = 1
-    """On this machine: they share its cores."""
     nodes: int = 1
     shards: int = 1
     """Ranks that share out the state of each weight by rows; 1: each has all of it."""
@@ -91,17 +97,6 @@ class TuneRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredCoverage:
-    """Coverage at some ratios, and between them on straight lines. Plain data, so that it can be sent."""
-
-    ratios: tuple[float, ...]
-    shares: tuple[float, ...]
-
-    def __call__(self, topk_ratio: float) -> float:
-        return float(np.interp(topk_ratio, self.ratios, self.shares))
-
-
-@dataclass(frozen=True, slots=True)
 class WarmupStats:
     """What the warm-up showed."""
 
@@ -115,12 +110,12 @@ class WarmupStats:
     @property
     def step_ms(self) -> float:
         """Of a step; 0: not known."""
-        return _median(one.step_ms for one in self.steps if one.step_ms)
+        return statistics.median([one.step_ms for one in self.steps if one.step_ms] or [0.0])
 
     @property
     def compute_ms(self) -> float:
         """Of a step, without its waits because of offloading."""
-        return _median(busy_ms(one) for one in self.steps if one.step_ms)
+        return statistics.median([busy_ms(one) for one in self.steps if one.step_ms] or [0.0])
 
     @property
     def coverage(self) -> MeasuredCoverage | None:
@@ -150,13 +145,13 @@ class TrainingFacts:
     config: ZenFlowConfig
     has_loss: bool
     step_ms: float
-    """0: not known."""
+    """This and the next six as of `WarmupStats` and `Outcome`."""
     compute_ms: float
-    """Of a step, without its waits because of offloading."""
     coverage: MeasuredCoverage | None
-    """None: to be assumed."""
     pace: Pace | None
-    """Of the warm-up."""
+    movement_percent: float | None = None
+    movement_rate: float | None = None
+    begins_anew: bool = False
     model: ModelFacts
     company: WorldInfo = SINGLE_RANK
     rig: Rig | None = None
@@ -167,12 +162,7 @@ class TrainingFacts:
     """Whether there is device memory that others may need more of."""
     device_limit_bytes: int | None = None
     """Most that a live trial may take at the peak; None: there is no such limit."""
-    movement_percent: float | None = None
-    """How far a step moves the deferred weights, at the schedule's highest learning rate; None: not measured."""
-    movement_rate: float | None = None
-    """As of `Outcome`."""
     learning_rate: float | None = None
-    begins_anew: bool = False
 
 
 class Reader:
@@ -214,9 +204,13 @@ class Reader:
         # Only now: a model may be sharded, and its parameters be others, after its optimizer was made.
         shards = self._company.ranks if self._partitioned else ranks_with_rows(self._groups[0]["params"][0])
         company = replace(self._company, shards=shards, keeps_whole=self._partitioned)
-        name, key, trained, here = self._name or _name_of(self.module), None, None, None
+        own, above, *others = (kind.__name__ for kind in type(self.module).__mro__)  # FSDP2 made another class of it
+        name, key, trained, here = self._name or (others[0] if above == "FSDPModule" else own), None, None, None
         if self._remembered:
-            here, trained = self._here(), trained_model(self.module, self._dtype, name)
+            here = MachineInfo.now(None if rig is None else rig.name)
+            trained = trained_model(self.module, self._dtype, name)
+            if company.here > 1 and here.usable_cores is not None:  # those that are this rank's
+                here = replace(here, usable_cores=max(1.0, here.usable_cores // company.here))
             key = Key(
                 model_id=trained.model_id, hw_id=here.hardware.hw_id, backend="zenflow", stage=wishes.zero_stage,
                 dtype=trained.dtype or "unknown", world_size=company.ranks, nodes=company.nodes, shards=shards,
@@ -246,12 +240,6 @@ class Reader:
             begins_anew=seen.begins_anew,
         )
 
-    def _here(self) -> MachineInfo:
-        """With the cores that are this rank's."""
-        found, ranks = MachineInfo.now(None if self._rig is None else self._rig.name), self._company.here
-        cores = found.usable_cores
-        return found if ranks == 1 or cores is None else replace(found, usable_cores=max(1.0, cores // ranks))
-
     def _measured(self, device: torch.device) -> Machine | None:
         _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
         try:
@@ -262,20 +250,10 @@ class Reader:
             return None
 
 
-def _name_of(module: nn.Module) -> str:
-    """Of its class, as it was before FSDP2 made another of it."""
-    own, above, *others = (kind.__name__ for kind in type(module).__mro__)
-    return others[0] if above == "FSDPModule" else own
-
-
 def device_limit(optimizer: ZenFlowOptimizer) -> int | None:
     """Bytes of device memory that a live trial may reach; None where there is no such memory."""
     total = optimizer.device.total_bytes()
     return None if total is None else round(total - max(HEADROOM * total, LEAST_HEADROOM_BYTES))
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values) or [0.0])
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -319,21 +297,8 @@ class SearchRequest:
     unsearched: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """What a preset is good for."""
-
-    sentence: str
-    start: Setting | None = None
-    candidate: Setting | None = None
-    """To be compared before it is trusted."""
-
-
 def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Prepared:
-    """Begin a search, or resume an unfinished one; `make` is called again if an earlier one cannot be resumed.
-
-    `recording` is None if there is no store.
-    """
+    """Begin a search, or resume an unfinished one; `recording` is None if there is no store."""
     own = wanted.own if wanted.space.violation(wanted.own) is None else wanted.space.base
     if recording is None:
         return Prepared(make(own, wanted.options), None)
@@ -344,17 +309,16 @@ def begin(recording: Recording | None, wanted: SearchRequest, make: Make) -> Pre
     if resumed is not None:
         return resumed
     match = None if wanted.fresh else recording.preset()
-    choice = _Choice("") if match is None else _choice(match, wanted)
-    search = make(choice.start or own, wanted.options)
-    if choice.candidate is not None:
-        search.suggest(choice.candidate, "preset")
-    setting = choice.start or choice.candidate
+    setting, is_proven, sentence = (None, False, "") if match is None else _choice(match, wanted)
+    search = make(setting if setting is not None and is_proven else own, wanted.options)
+    if setting is not None and not is_proven:
+        search.suggest(setting, "preset")
     stake = None if match is None or setting is None or match.distance else (match.preset.name, setting)
     recording.begin(
         search, wanted.own.knobs(), stake=stake, learning_rate=wanted.learning_rate, run_id=wanted.run_id,
         unsearched=wanted.unsearched,
     )  # fmt: skip
-    return Prepared(search, recording, choice.sentence)
+    return Prepared(search, recording, sentence)
 
 
 def _resumed(living: RunRecord | None, recording: Recording, wanted: SearchRequest, make: Make) -> Prepared | None:
@@ -395,26 +359,26 @@ def _come_earlier(search: Search, wanted: SearchRequest, *, is_same_course: bool
         search.suggest(late, "planner")
 
 
-def _choice(match: Match, wanted: SearchRequest) -> _Choice:
-    """Whether to begin from a preset, to look at it first, or to leave it."""
+def _choice(match: Match, wanted: SearchRequest) -> tuple[Setting | None, bool, str]:
+    """The setting of a preset (None: it is not used), whether to begin from it rather than look at it, and why."""
     preset, own = match.preset, wanted.own
     # Where a window is given without its lag, the lag is the whole window.
     knobs = {**({"apply_lag": None} if "update_interval" in match.knobs else {}), **match.knobs}
     try:
         measured = Setting.of(replace(own.config(ZenFlowConfig()), **knobs))
     except (BadInputError, ConfigError, TypeError) as error:
-        return _Choice(f"Preset {preset.name} is not used: {error}.")
+        return None, False, f"Preset {preset.name} is not used: {error}."
     setting = replace(measured, **{name: getattr(own, name) for name in _KEPT})
     refused = _refusal(setting, wanted)
     if refused is not None:
-        return _Choice(f"Preset {preset.name} is not used: {refused}.")
+        return None, False, f"Preset {preset.name} is not used: {refused}."
     if match.provisional or setting != measured:
         reason = match.reason if match.provisional else f"preset {preset.name} was measured with other fixed settings"
-        return _Choice(f"Looks at a preset first: {reason}.", candidate=setting)
+        return setting, False, f"Looks at a preset first: {reason}."
     gain, noise = preset.evidence.gain, preset.evidence.gain_error
     size = f"about {100 * gain:.2g}%" if noise is None else shares(gain, noise)
     saved = f"where it saved {size}" if gain > 0 else "as the best there"
-    return _Choice(f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}.", setting)
+    return setting, True, f"Begins from preset {preset.name}, measured for this model on this hardware, {saved}."
 
 
 def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
@@ -454,15 +418,13 @@ class PlannerForecast:
     def __call__(self, setting: Setting) -> Forecast:
         config = setting.config(self.base)
         found = predict(self.model, self.machine, self.job, config, rates=self.rates)
-        device, host = limits(self.machine)
-        needs = found.memory.device_bytes / device, (found.memory.host_bytes + found.memory.migration_bytes) / host
+        (device, host), memory = limits(self.machine), found.memory
+        needs = memory.device_bytes / device, (memory.host_bytes + memory.migration_bytes) / host
         excess, place = max(zip(needs, ("GPU", "host"), strict=True))
-        ranks = self.job.ranks
-        on_device = state_bytes(self.model, config, ranks=ranks) if self.counted else found.memory.device_bytes
-        bytes_of = (on_device, found.memory.host_bytes // self.job.gpus)  # of a rank
-        if excess <= 1:
-            return Forecast(found.step_ms, *bytes_of)
-        return Forecast(found.step_ms, *bytes_of, excess - 1, f"it needs {excess:.2f} times the usable {place} memory")
+        on_device = state_bytes(self.model, config, ranks=self.job.ranks) if self.counted else memory.device_bytes
+        reason = f"it needs {excess:.2f} times the usable {place} memory" if excess > 1 else ""
+        of_rank = memory.host_bytes // self.job.gpus
+        return Forecast(found.step_ms, on_device, of_rank, max(0.0, excess - 1), reason)
 
     def planned(self, space: Space, *, least_ratio: float) -> list[Setting]:
         """The planner's choices within a space, best first; an offload ratio below `least_ratio` would take more GPU
@@ -479,10 +441,10 @@ class PlannerForecast:
 def forecast_for(
     model: ModelFacts, machine: Machine, job: Job, base: ZenFlowConfig, *, company: WorldInfo, rig: Rig | None = None
 ) -> PlannerForecast:
-    """The planner for a training on one rank or several.
+    """The planner for a training on one rank or several; each has a `rig` of its own, if any.
 
     Ranks that share weights by rows, or their state alone, are one job of the planner's, and have their part of what
-    all ranks of a machine share. Where they share nothing, each is a job. `rig`: each rank has one.
+    all ranks of a machine share. Where they share nothing, each is a job.
     """
     gpus = min(company.shards, company.here)
     job = replace(job, gpus=gpus, nodes=-(-company.shards // gpus), stage=2 if company.keeps_whole else 3)
@@ -527,10 +489,7 @@ class NoForecast:
 
 
 def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None) -> Prepared:
-    """Make the search of a training, in its process or in the daemon.
-
-    `run_id` names a training that may have been tuned before; None: a new run gets some name.
-    """
+    """Make the search of a training, in its process or in the daemon; `run_id`: as of `SearchRequest`."""
     from zftune.telemetry import hardware
 
     wishes, base = facts.wishes, Setting.of(facts.config)

@@ -64,9 +64,7 @@ class Setting:
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Setting:
-        """The setting of a configuration. Raises BadInputError: its update interval is "auto", which has no window of a
-        known length to measure.
-        """
+        """The setting of a configuration. Raises BadInputError: its update interval is "auto", of no known length."""
         if config.update_interval == "auto":
             raise BadInputError("update_interval is 'auto'; it must be an integer: a search sets it itself")
         knobs: dict[str, Any] = {name: getattr(config, name) for name in _NAMES}
@@ -74,15 +72,13 @@ class Setting:
 
     @classmethod
     def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
-        """From `knobs()`, such as the store keeps. Raises BadInputError: a knob is missing or unknown, or has a value
-        that is not allowed.
-        """
-        if set(knobs) != set(_NAMES):
-            raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
+        """From `knobs()`. Raises BadInputError: a knob is missing or unknown, or has a value that is not allowed."""
         try:
-            return cls(**knobs)
+            if set(knobs) == set(_NAMES):
+                return cls(**knobs)
         except TypeError as error:
             raise BadInputError(f"knobs are {dict(knobs)}: {error}") from error
+        raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
 
     def knobs(self) -> dict[str, Any]:
         """What `set_knobs` takes."""
@@ -198,8 +194,7 @@ class Space:
         budget: most of the weighted staleness.
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
-        movement_percent: how far a step moves the deferred weights; None: not measured, so that it bounds nothing.
-        movement_rate: the learning rate that this is told at; None: not known.
+        movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
     """
 
     base: Setting
@@ -234,9 +229,8 @@ class Space:
         """Every allowed one, the base's own choices as they come; each once."""
         seen: set[Setting] = set()
         ranges = [range(len(one.choices)) for one in self.dimensions]
-        names = [one.name for one in self.dimensions]
         for chosen in itertools.product(*ranges):
-            setting = self.setting(dict(zip(names, chosen, strict=True)))
+            setting = self.setting({one.name: index for one, index in zip(self.dimensions, chosen, strict=True)})
             if setting not in seen and self.violation(setting) is None:
                 seen.add(setting)
                 yield setting
@@ -252,12 +246,13 @@ class Space:
 
     def earlier(self, setting: Setting) -> Setting:
         """A setting with as little lag, and windows as short, as the budget asks for; at last none that is late."""
-        for interval in range(setting.update_interval, 0, -1):
-            for lag in range(min(setting.apply_lag, interval), 0, -1):
-                found = replace(setting, update_interval=interval, apply_lag=lag)
-                if self.violation(found) is None:
-                    return found
-        return replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
+        found = (
+            replace(setting, update_interval=interval, apply_lag=lag)
+            for interval in range(setting.update_interval, 0, -1)
+            for lag in range(min(setting.apply_lag, interval), 0, -1)
+        )
+        on_time = replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
+        return next((one for one in found if self.violation(one) is None), on_time)
 
     def cost(self, setting: Setting) -> float:
         """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""

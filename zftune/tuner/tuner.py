@@ -63,12 +63,13 @@ def warm_up_steps(config: ZenFlowConfig) -> int:
 
 
 class StepCount:
-    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later."""
+    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later.
+
+    The warm-up is over after `begins` followed steps.
+    """
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
-        self.followed = 0
-        self._optimizer = optimizer
-        self._last = optimizer.steps
+        self.followed, self._optimizer, self._last = 0, optimizer, optimizer.steps
         self.begin_warm_up()
 
     def begin_warm_up(self) -> None:
@@ -76,7 +77,6 @@ class StepCount:
         self.warm_up = warm_up_steps(self._optimizer.config)
         full = max(0, self._optimizer.config.full_warm_up_rounds - self._last)
         self.begins = self.followed + full + self.warm_up
-        """After how many followed steps it is over."""
 
     @property
     def begins_anew(self) -> bool:
@@ -118,7 +118,6 @@ class Tuner:
         self.notices: list[str] = []
         """Sentences: failures, choices at the start, and what the staleness probe saw."""
         self._remarks: list[Remark] = []
-        """Those of them that the run's record takes."""
         self.conclusion = ""
         """The result, or why there is none, in up to four lines; there after `close()`."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
@@ -171,7 +170,6 @@ class Tuner:
 
     @property
     def run_id(self) -> str | None:
-        """Of the run in the store; None: the daemon writes it down, or nothing is written."""
         return self.driver.run_id
 
     @property
@@ -185,25 +183,16 @@ class Tuner:
         return self._optimizer is optimizer
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits.
-
-        Raises:
-            BadInputError: it is more than one number.
+        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits. Raises BadInputError:
+        it is more than one number.
         """
-        if not self.searching:
-            return
-        self._has_loss = True
-        if self.live is not None:
-            self.live.log_loss(loss)
-        else:
-            self._losses.add(self._optimizer.steps, loss)
+        if self.searching:
+            self._has_loss = True
+            add = self._losses.add if self.live is None else self.live.log_loss
+            add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Set the tokens of a step from now on; scores are in time per token.
-
-        Raises:
-            BadInputError: it is no number of tokens.
-        """
+        """Set the tokens of a step from now on; scores are in time per token. Raises BadInputError: it is no number."""
         if tokens < 1:
             raise BadInputError(f"tokens is {tokens!r}; it must be an integer >= 1")
         self._tokens = tokens
@@ -220,10 +209,10 @@ class Tuner:
         return self._consensus is not None and not self._consensus.over
 
     def close(self, reason: str | None = None) -> None:
-        """End the tuning; the incumbent's knobs stay, and the result is written down.
+        """End the tuning, on all ranks; the incumbent's knobs stay, and the result is written down.
 
-        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps. `reason`: why
-        it ends before the search is over, a sentence; None: the training has ended.
+        Several ranks get these knobs after their next steps. `reason`: why it ends before the search is over, a
+        sentence; None: the training has ended.
         """
         if self._closed or self._is_elsewhere:
             return
@@ -234,7 +223,20 @@ class Tuner:
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
-            self._let_go()
+            self._close_hook.remove()
+            _open.discard(self)
+            if not _open:
+                atexit.unregister(_close_all)
+            _deafen()
+            if self._consensus is None or self._consensus.over:
+                self._hook.remove()
+            else:
+                self._consensus.leave()  # with the next steps
+            if self._disturbance is not None:
+                self._disturbance.close()
+            if self._finishing is not None:
+                self._finishing.join(_JOIN_S)
+            self.driver.close()
             self._note_best()
             asked = self._optimizer.asked_config
             if self.live is not None and holds(asked, self.live.incumbent.knobs()):
@@ -247,32 +249,16 @@ class Tuner:
         self._closed = True
         if self._finishing is not None:
             self._finishing.join(PART_S)
-            return
-        if self.live is not None:
-            self.live.stop("", restores=False)
-        self._end_search()
+        else:
+            if self.live is not None:
+                self.live.stop("", restores=False)
+            self._end_search()
 
     def depart(self) -> None:
         """Close it at the end of the process or of its optimizer, where no step comes any more."""
         self.close()
         if self._consensus is not None and not self._is_elsewhere:
             self._consensus.close(_DEPART_S)
-
-    def _let_go(self) -> None:
-        self._close_hook.remove()
-        _open.discard(self)
-        if not _open:
-            atexit.unregister(_close_all)
-        _deafen()
-        if self._consensus is None or self._consensus.over:
-            self._hook.remove()
-        else:
-            self._consensus.leave()  # with the next steps
-        if self._disturbance is not None:
-            self._disturbance.close()
-        if self._finishing is not None:
-            self._finishing.join(_JOIN_S)
-        self.driver.close()
 
     # --- step by step ------------------------------------------------------------------------------------------------
 
@@ -380,10 +366,12 @@ class Tuner:
             self._listen()
             if self._over:
                 self._finish()
-        elif not self.driver.begun:
-            self._warm()
-        elif not self._begin():
-            self._watch()
+        elif self.driver.begun and self._begin():
+            return
+        elif (wrong := self._losses.judge()) is not None:
+            self._give_up(wrong)
+        elif not self.driver.begun and self._count.followed >= self._count.begins:
+            self._end_warm_up()
 
     def _follow_first(self, consensus: KnobConsensus) -> None:
         """Another rank than the first changes knobs with the others, and reports where its loss goes wrong."""
@@ -394,24 +382,17 @@ class Tuner:
             self.notices.append(wrong)
             consensus.wrong_at = self._optimizer.steps
 
-    def _warm(self) -> None:
-        if not self._watch() and self._count.followed >= self._count.begins:
-            steps = tuple(self._optimizer.history()[-self._count.warm_up :])
-            covered = [one.coverage for one in steps if one.coverage is not None]
-            mean = fmean(covered) if covered else None
-            warning = coverage_warning(mean, asdict(self._optimizer.config), tuned=True)
-            if warning is not None:
-                _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
-            self._asked = asked_config(self._optimizer)
-            config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
-            seen = WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew)
-            self.driver.prepare(seen, self._counter)
-
-    def _watch(self) -> bool:
-        wrong = self._losses.judge()
-        if wrong is not None:
-            self._give_up(wrong)
-        return wrong is not None
+    def _end_warm_up(self) -> None:
+        steps = tuple(self._optimizer.history()[-self._count.warm_up :])
+        covered = [one.coverage for one in steps if one.coverage is not None]
+        mean = fmean(covered) if covered else None
+        warning = coverage_warning(mean, asdict(self._optimizer.config), tuned=True)
+        if warning is not None:
+            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
+        self._asked = asked_config(self._optimizer)
+        config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
+        seen = WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew)
+        self.driver.prepare(seen, self._counter)
 
     def _begin(self) -> bool:
         self.live = self.driver.live(
@@ -497,13 +478,11 @@ class Tuner:
         self._finish()
 
     def say(self, sentence: str, level: int = logging.WARNING, *, is_remark: bool = True) -> None:
-        if not sentence:
-            return
-        self.notices.append(sentence)
-        if is_remark:
+        if sentence:
+            self.notices.append(sentence)
             now = self._counter.count.seconds, time.time(), self._counter.last_step
-            self._remarks.append(Remark(sentence, *now))
-        _logger.log(level, "%s", sentence)
+            self._remarks += [Remark(sentence, *now)] if is_remark else []
+            _logger.log(level, "%s", sentence)
 
 
 def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:

@@ -171,7 +171,7 @@ class Training:
             return {"notices": self.tuner.notices, "best": self.tuner.incumbent.knobs()}
         search = self.tuner.search
         assert search is not None
-        forecast = search.forecast(search.book.trials[0].setting)
+        forecast, taken = search.forecast(search.book.incumbent.setting), self.optimizer.host_bytes()
         measured = [trial for trial in search.book.trials if trial.blocks]
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
@@ -183,7 +183,7 @@ class Training:
             "gain": None if search.book.gain is None else search.book.gain.share,
             "stopped": [sentence(note) for note in search.notes if note.kind == "stop"],
             "budget": search.space.budget,
-            "host_bytes": [forecast.host_bytes, search.book.trials[0].host_bytes],
+            "host_bytes": [forecast.host_bytes, sum(n for use, n in taken.items() if use not in ("spare", "peak"))],
             "measured": [
                 [one.number, one.setting.knobs(), math.exp(one.log_us), search.forecast(one.setting).step_ms]
                 for one in measured
