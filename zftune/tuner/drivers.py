@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.store.account import Account, Count, Counter
+from zftune.background import Background
+from zftune.store.account import Count, Counter
 from zftune.store.location import meant_by
 from zftune.tuner.evidence import Gain
 from zftune.tuner.executor import Executor, TuningContext, live_search
@@ -21,7 +22,6 @@ from zftune.tuner.search import Search
 from zftune.tuner.setup import SINGLE_RANK, Prepared, Reader, TuneRequest, WarmupStats, WorldInfo, prepare
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
-from zftune.tuner.worker import Background
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -35,17 +35,14 @@ Said = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a tuner has seen at its end."""
+    """What a tuner has seen at its end, since it was attached; its search begins after so many steps, at least."""
 
     steps: int
-    """That were taken since it was attached."""
     begins: int
-    """Steps before its search begins, at least."""
     over: bool
     given_up: bool
     remarks: tuple[Remark, ...]
     count: Count
-    """Of this process since it was attached."""
     incumbent: Setting | None
     gain: Gain | None
 
@@ -123,12 +120,7 @@ def close_thrown_away() -> None:
 
 
 class LocalDriver(SearchDriver):
-    """Searches in this process.
-
-    Args:
-        store: where runs and presets are remembered; None: the user's own; False: nowhere.
-        name: of the model; None: that of its class.
-    """
+    """Searches in this process; `store` remembers runs and presets: None: the user's own; False: nothing does."""
 
     def __init__(
         self,
@@ -174,9 +166,9 @@ class LocalDriver(SearchDriver):
         return live_search(scene, prepared.search, recorder=prepared.recorder)
 
     def said(self) -> list[Said]:
-        recording = None if self._prepared is None else self._prepared.recording
-        wrong = [] if recording is None else recording.wrong
-        found = [*((logging.INFO, one) for one in self._reader.notices), *((logging.WARNING, one) for one in wrong)]
+        prepared, found = self._prepared, [(logging.INFO, one) for one in self._reader.notices]
+        for part in () if prepared is None else (prepared.recording, prepared.recorder):
+            found += [(logging.WARNING, one) for one in part.notices] if part is not None else []
         new = [one for one in dict.fromkeys(found) if one not in self._told]
         self._told.update(new)
         return new
@@ -188,12 +180,11 @@ class LocalDriver(SearchDriver):
             if self._preparing.done and not self._preparing.failed:
                 self._take(self._preparing.result)
                 self._preparing.result.search.stop("The tuning ended before its search began.")
-        prepared, search = self._prepared, self.search
+        prepared, search, count = self._prepared, self.search, ended.count
+        if prepared is not None and prepared.recorder is not None and prepared.recorder.account.process:
+            count = prepared.recorder.account.total
         if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was logged
             over = ended.over or ended.given_up
-            recorder = None if prepared is None else prepared.recorder
-            account = Account() if recorder is None else recorder.account
-            count = ended.count if not account.process else account.total
             yield conclusion(search, count, steps=ended.steps, begins=ended.begins, over=over)
         for remark in ended.remarks:
             if search is not None:

@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 BLOCK_STEPS = 16
 """Of a block, at least: a selection period."""
@@ -35,18 +36,14 @@ def block_steps(interval: int, wanted: int = BLOCK_STEPS) -> int:
 
 def block_value(steps_ms: Sequence[float], moves: Sequence[bool] = ()) -> float:
     """Logarithm of the winsorised mean step in ms; `moves` marks steps that selected or exchanged columns."""
-    most = CAP * statistics.median(steps_ms)
-    flags = moves or (False,) * len(steps_ms)
+    most, flags = CAP * statistics.median(steps_ms), moves or (False,) * len(steps_ms)
     return math.log(statistics.fmean(ms if full else min(ms, most) for ms, full in zip(steps_ms, flags, strict=True)))
 
 
 def block_values(steps_ms: Sequence[float], moves: Sequence[bool], size: int) -> list[float]:
     """Values of consecutive blocks of `size` steps; a remainder at the end joins the last block."""
-    count = max(1, len(steps_ms) // size)
-    ends = [*(size * block for block in range(1, count)), len(steps_ms)]
-    return [
-        block_value(steps_ms[begin:end], moves[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    cuts = [*range(0, size * max(1, len(steps_ms) // size), size), len(steps_ms)]
+    return [block_value(steps_ms[begin:end], moves[begin:end]) for begin, end in pairwise(cuts)]
 
 
 @dataclass(slots=True)
@@ -87,13 +84,9 @@ class Gain:
         return cls(1.0 - left, left * error)
 
     @property
-    def beyond_noise(self) -> bool:
-        """Whether the two differ by more than noise explains."""
-        return abs(self.share) > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
-
-    @property
     def holds(self) -> bool:
-        return self.share > 0 and self.beyond_noise
+        """Whether noise does not explain it."""
+        return self.share > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
 
     def __str__(self) -> str:
         return f"{100 * self.share:.1f} +/- {200 * self.error:.1f}%"

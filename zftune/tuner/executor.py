@@ -17,13 +17,18 @@ from typing import Any, Literal
 
 import torch
 
-from zenflow import ConfigError, HostMemoryError, StepStats, ZenFlowConfig
+from zenflow import ConfigError, Device, HostMemoryError, StepStats, ZenFlowConfig
+from zenflow.device import Transfer
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
+from zftune.emulation import EmulatedAccelerator
+from zftune.emulation.lateness import LateDisturbance
+from zftune.errors import BadInputError
+from zftune.quality import LossGuard, at_full_rate, movement_percent, rate_at_full, rates, went_wrong
 from zftune.store.account import Counter
+from zftune.telemetry import NvmlSampler
+from zftune.telemetry.disturbance import GpuDisturbance
 from zftune.tuner.evidence import Gain, block_value
-from zftune.tuner.guard import Losses
 from zftune.tuner.pace import Pace
 from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search
@@ -37,6 +42,7 @@ Change = Callable[[int, Mapping[str, Any]], None]
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
 _INTERVAL = 4  # S where the configuration leaves it to the runtime
+_MOST_EARLY = 512
 _KEPT_STEPS = 32
 """Of the incumbent: by their mean a challenger's cost is counted."""
 _logger = logging.getLogger("zftune")
@@ -44,9 +50,7 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a requested change: the step after which the knobs hold, 0 where that is before the first; None:
-    nothing has changed.
-    """
+    """The result of a requested change; `step`: after which the knobs hold, 0: from the first on, None: they do not."""
 
     step: int | None = None
     refused: str = ""
@@ -130,6 +134,77 @@ def waited_ms() -> float | None:
         return None
 
 
+Watch = GpuDisturbance | LateDisturbance
+
+
+def disturbance_of(device: Device, *, sampled: bool = True) -> Watch | None:
+    """The watch over measurements on a device; `sampled=False` where the daemon samples its GPU."""
+    if isinstance(device, EmulatedAccelerator):
+        return LateDisturbance(device)
+    uuid = gpu_uuid(device.torch_device) if sampled else None
+    if uuid is None:
+        return None
+    sampler = NvmlSampler()
+    sampler.start()
+    return GpuDisturbance(sampler, uuid)
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Of a GPU; None for other devices, and where torch does not tell it."""
+    uuid = None if device.type == "cpu" else getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+class Losses:
+    """Takes losses and gives them to a guard once they have arrived."""
+
+    def __init__(self, device: Device, guard: LossGuard) -> None:
+        self._device, self._guard = device, guard
+        self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
+        early: deque[tuple[int, float]] = deque(maxlen=_MOST_EARLY)
+        self._early = early
+        self._hear: Callable[[int, float], None] = lambda step, loss: early.append((step, loss))
+
+    def listen(self, hear: Callable[[int, float], None]) -> None:
+        """Call `hear` with each step and its loss, the last of those that have arrived before, too."""
+        self._hear = hear
+        while self._early:
+            hear(*self._early.popleft())
+
+    def add(self, step: int, loss: torch.Tensor | float) -> None:
+        """Take a loss, a scalar on any device or a number; does not wait for the device. Raises BadInputError: it is
+        more than one number.
+        """
+        arrived: torch.Tensor | float
+        transfer = None
+        if not isinstance(loss, torch.Tensor):
+            arrived = float(loss)
+        elif loss.numel() != 1:
+            raise BadInputError(f"loss has the shape {tuple(loss.shape)}; it must be a scalar")
+        elif loss.device.type == "cpu":
+            arrived = float(loss.item())  # it is there already
+        elif loss.device != self._device.torch_device:
+            arrived = loss.detach().reshape(1).clone()
+        else:
+            arrived = self._device.host_empty((1,), loss.dtype)
+            transfer = self._device.d2h(loss.detach().reshape(1), arrived)
+        self._waiting.append((step, arrived, transfer))
+
+    def forget(self) -> None:
+        self._waiting.clear()
+        self._guard.forget()
+
+    def judge(self) -> str | None:
+        """Look at the losses that have arrived; a sentence where training goes wrong, else None."""
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
+            step, arrived, _ = self._waiting.popleft()
+            loss = float(arrived)
+            self._hear(step, loss)
+            if (reason := self._guard.add(loss)) is not None:
+                return went_wrong(step, reason)
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Resting:
     """Nothing is measured: the incumbent runs while the next request is chosen, or to its end. -> Changing, Over"""
@@ -191,11 +266,7 @@ class TuningContext:
 
 
 class Executor:
-    """Measures what a worker requests.
-
-    Args:
-        start: the setting that the search begins from: where training goes wrong, it is set again.
-    """
+    """Measures what a worker requests; where training goes wrong, it sets `start`, which the search began from."""
 
     def __init__(self, scene: TuningContext, worker: SearchWorker, *, start: Setting, incumbent: Setting) -> None:
         self._optimizer = optimizer = scene.optimizer
@@ -221,8 +292,7 @@ class Executor:
         self._waited_ms = None if optimizer.device.clock.simulated else waited_ms()
         self._taken_ms: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
         """What other processes took from the training thread, by step."""
-        self._applied = self._in_force()
-        """None: windows have no known length."""
+        self._applied = Setting.known(optimizer.config)
         self._from = self._seen = optimizer.steps
         if scene.since and self._applied is not None:
             worker.applied(scene.since, self._applied)
@@ -232,10 +302,6 @@ class Executor:
         """The last steps that it took, measured or not."""
         self._incumbent_step_s: float | None = None
         """Duration of the incumbent's step when the last challenger began."""
-
-    def _in_force(self) -> Setting | None:
-        config = self._optimizer.config
-        return None if config.update_interval == "auto" else Setting.of(config)
 
     @property
     def request(self) -> Request | None:
@@ -281,7 +347,7 @@ class Executor:
         up; a change that was on its way has gone with the state that it was for.
         """
         self._from = self._seen = self._optimizer.steps - 1
-        self._applied = self._in_force()
+        self._applied = Setting.known(self._optimizer.config)
         self._runs = []  # steps are numbered otherwise from here on
         if self.request is None:
             self.state = Over() if self.over else Resting()
@@ -351,7 +417,7 @@ class Executor:
     def _ask(self, setting: Setting, request: Request | None = None) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
         is_pending = self._from > self._optimizer.steps  # they hold from the next step on
-        stays = setting == self._applied and (is_pending or setting == self._in_force())
+        stays = setting == self._applied and (is_pending or setting == Setting.known(self._optimizer.config))
         self.state = Changing(setting, request, stays)
         if not stays:
             self._changes.ask(setting.knobs())

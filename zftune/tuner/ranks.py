@@ -30,8 +30,8 @@ import torch
 from zenflow import ConfigError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
+from zftune.quality import went_wrong
 from zftune.tuner.executor import Change, Changes, Verdict, change_knobs, leave_tried
-from zftune.tuner.guard import went_wrong
 from zftune.tuner.setup import WorldInfo
 from zftune.tuner.space import Setting
 
@@ -101,9 +101,8 @@ class UnheardError(Exception):
 
 
 class RankChannel:
-    """Carries messages over torch.distributed's default group; all ranks make it at the same time.
-
-    Waits `patience_s` for an absent rank. Raises BadInputError if not all ranks have come, or cannot be reached.
+    """Carries messages over torch.distributed's default group; all ranks make it at the same time. Raises BadInputError
+    if one has not come after `patience_s`, or cannot be reached.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -183,18 +182,14 @@ def _line(error: Exception) -> str:
 
 
 class KnobConsensus(Changes):
-    """One rank's part in changing knobs. Every step calls `hear` and `say`, on all ranks, until it is over. `on_change`
-    gets every change of this rank.
-    """
+    """One rank's part in changing knobs. Every step calls `hear` and `say`, on all ranks, until it is over."""
 
     def __init__(self, optimizer: ZenFlowOptimizer, exchange: RankChannel, on_change: Change | None = None) -> None:
         super().__init__(optimizer)
-        self.over = False
-        self.reason = ""
+        self.over, self.reason = False, ""
         """Why it is over, a sentence; "": this rank left."""
-        self.wrong = ""
-        self.wrong_at = 0
-        """The step at which this rank's loss showed that; 0: it has not."""
+        self.wrong, self.wrong_at = "", 0
+        """Why training goes wrong, and the step at which this rank's loss showed that; 0: it has not."""
         self.keeps: Mapping[str, Any] | None = None
         """Knobs to be left with at the end; on all ranks as rank 0 decides. None: as they are."""
         self.back = ""
@@ -352,10 +347,8 @@ class KnobConsensus(Changes):
     @property
     def _in_force(self) -> Mapping[str, Any] | None:
         """As was agreed last, even if the next step has yet to begin with it."""
-        if self._applied is not None:
-            return self._applied
-        config = self._optimizer.config
-        return None if config.update_interval == "auto" else Setting.of(config).knobs()
+        known = Setting.known(self._optimizer.config) if self._applied is None else None
+        return self._applied if known is None else known.knobs()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

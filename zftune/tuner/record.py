@@ -15,41 +15,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.errors import StoreError, ZftuneError, noting
+from zftune.store import types
 from zftune.store.account import Account, Count, Heart
-from zftune.store.types import (
-    LEASE_S,
-    Decision,
-    Evidence,
-    Hardware,
-    Key,
-    Match,
-    Measurement,
-    Model,
-    NewTrial,
-    Preset,
-    PresetState,
-    Progress,
-    Query,
-    Ratios,
-    Run,
-    RunRecord,
-    TrialState,
-    Withdrawal,
-)
+from zftune.tuner import states
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.evidence import BLOCK_STEPS, block_value
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space
-from zftune.tuner.states import (
-    AT_S,
-    LEARNING_RATE,
-    OF_INCUMBENT,
-    UNSEARCHED,
-    BarredSetting,
-    Outcome,
-    Request,
-    SearchState,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +41,7 @@ _logger = logging.getLogger("zftune")
 class StoreRecorder:
     """Writes one run's trials, measurements and decisions."""
 
-    def __init__(self, store: Store, run: Run) -> None:
+    def __init__(self, store: Store, run: types.Run) -> None:
         self.notices: list[str] = []
         """Why nothing more is written, in sentences."""
         self.curve = CurveBuilder()
@@ -82,12 +54,12 @@ class StoreRecorder:
         self._process = ""
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
-        """Keeps the counts of this process beside the rows; None: it does not train, or does not yet."""
-        self._states: dict[int, TrialState] = {}
+        """Keeps the counts of this process, if it trains, beside the rows."""
+        self._states: dict[int, types.TrialState] = {}
         """Of the trials that are written down, by number."""
         self._notes = self.earlier_notes = 0
         """How many of the search's decisions are written down, and how many are of earlier lives of the run."""
-        self._lease_until = time.monotonic() + LEASE_S
+        self._lease_until = time.monotonic() + types.LEASE_S
         self._runs = False
         """Whether a challenger was written down as in flight, and its outcome is unknown."""
 
@@ -132,18 +104,18 @@ class StoreRecorder:
         self._states = {row.number: row.state for row in rows}
         self._notes = self.earlier_notes = len(search.notes)
         for row, trial in zip(rows, search.book.trials, strict=False):
-            if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
+            if row.state is types.TrialState.CRASHED and trial.state is not types.TrialState.CRASHED:
                 search.book.crash(trial, row.reason or "")
         total = self.account.total
         search.cost.spent_s = max(search.cost.spent_s, total.spent_s)
         search.cost.elapsed_s = max(search.cost.elapsed_s, total.seconds)
         search.begin_again()
         for row, trial in zip(rows, search.book.trials, strict=False):
-            if row.state is TrialState.VOID and trial.state is TrialState.VOID:
+            if row.state is types.TrialState.VOID and trial.state is types.TrialState.VOID:
                 trial.reason = row.reason or trial.reason
         if rate is not None and total.highest_rate and not total.has_learned_at(rate):
-            shared = "the account" if is_another else "the account and losses"
-            about: dict[str, Any] = {LEARNING_RATE: rate, "before": total.highest_rate, "shared": f"{shared} are"}
+            shared = "the account is" if is_another else "the account and losses are"
+            about = {states.LEARNING_RATE: rate, "before": total.highest_rate, "shared": shared}
             search.remark(because="rate", about=about)
         self._record(search)
 
@@ -156,9 +128,9 @@ class StoreRecorder:
         with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
             yield
 
-    def before(self, search: Search, request: Request) -> str | None:
+    def before(self, search: Search, request: states.Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
-        challenges = request.role not in OF_INCUMBENT
+        challenges = request.role not in states.OF_INCUMBENT
         if self.notices:
             return "The store takes no more: no setting can be tried safely." if challenges else None
         with self._keeping():
@@ -174,14 +146,14 @@ class StoreRecorder:
             return f"No setting can be tried safely: {self.notices[-1]}"
         return None
 
-    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
+    def after(self, search: Search, request: states.Request, outcome: states.Outcome) -> None:
         """Write down the outcome of a request, the decisions, and the state of the search."""
         self._runs = False
         if not self.notices:
             with self._keeping():
                 if self._process:
                     search.cost.elapsed_s = max(search.cost.elapsed_s, self.account.total.seconds)
-                self._record(search, measured=None if request.role == "hold" else (request, outcome))
+                self._record(search, None if request.role == "hold" else (request.trial, _row(request, outcome)))
                 self._write_curve()
         self._tries(None)  # not before the outcome is written
 
@@ -199,7 +171,7 @@ class StoreRecorder:
         """Record a command that does not concern the search, from any thread; raises as `write` does."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
-        progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
+        progress = types.Progress(decisions=(self._dated(types.Decision(kind, None, {"by": by})),))
         self._store.record(self._run, progress, self._kept)
 
     def renew(self, lease_s: float) -> None:
@@ -224,7 +196,7 @@ class StoreRecorder:
                 return self._tries(None)  # nor would it be closed now
         return self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
-    def _end(self, end: Callable[[Run, Account | None], None]) -> None:
+    def _end(self, end: Callable[[types.Run, Account | None], None]) -> None:
         """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
         self._tries(None)  # where the rows take no more, this is what is known
         before = len(self.notices)
@@ -240,40 +212,39 @@ class StoreRecorder:
             self._store.save_curve(self._run, self.curve.curve())
             self._curve_version = version
 
-    def _hold(self, search: Search, request: Request) -> None:
+    def _hold(self, search: Search, request: states.Request) -> None:
         """Keep the lease until well after the request's expected end."""
         step_ms = max(search.book.incumbent_step_ms, search.forecast(request.setting).step_ms)
         until = time.monotonic() + _LEASE_SPARE * (request.discard + request.steps) * step_ms / 1e3
-        if self._lease_until - until < LEASE_S / 2:
-            lease_s = until - time.monotonic() + LEASE_S
+        if self._lease_until - until < types.LEASE_S / 2:
+            lease_s = until - time.monotonic() + types.LEASE_S
             self._store.renew_lease(self._run, lease_s, self._kept)
             self._lease_until = time.monotonic() + lease_s
 
     def _record(
-        self, search: Search, measured: tuple[Request, Outcome] | None = None, in_flight: int | None = None
+        self, search: Search, measured: tuple[int, types.Measurement] | None = None, in_flight: int | None = None
     ) -> None:
         trials = search.book.trials
-        states: dict[int, tuple[TrialState, str | None]] = {
+        changed: dict[int, tuple[types.TrialState, str | None]] = {
             one.number: (one.state, one.reason or None)
             for one in trials
-            if self._states.get(one.number, TrialState.PLANNED) is not one.state
-            and one.state is not TrialState.REJECTED
+            if one.state not in (self._states.get(one.number, types.TrialState.PLANNED), types.TrialState.REJECTED)
         }
         if in_flight is not None:
-            states[in_flight] = (TrialState.IN_FLIGHT, None)
-        progress = Progress(
+            changed[in_flight] = (types.TrialState.IN_FLIGHT, None)
+        progress = types.Progress(
             trials=tuple(
-                NewTrial(
+                types.NewTrial(
                     knobs=one.setting.knobs(),
                     source=one.source,
                     predicted_step_ms=None if one.forecast is None else one.forecast.step_ms,
                     constraint=one.constraint,
-                    rejected=one.reason if one.state is TrialState.REJECTED else None,
+                    rejected=one.reason if one.state is types.TrialState.REJECTED else None,
                 )
                 for one in trials[len(self._states) :]
             ),
-            states=states,
-            measured=None if measured is None else (measured[0].trial, _row(*measured)),
+            states=changed,
+            measured=measured,
             decisions=tuple(self._decisions(search)),
             search=state_adapter().dump_python(search.known, mode="json"),
         )
@@ -282,10 +253,10 @@ class StoreRecorder:
         if [one.number for one in made] != list(range(first, first + len(made))):
             raise ZftuneError(f"trial {first} became another row: another process writes to this run")
         self._states |= {one.number: one.state for one in made}
-        self._states |= {number: state for number, (state, _) in states.items()}
+        self._states |= {number: state for number, (state, _) in changed.items()}
         self._notes = len(search.notes)
 
-    def _decisions(self, search: Search) -> Iterator[Decision]:
+    def _decisions(self, search: Search) -> Iterator[types.Decision]:
         """The new ones; a remark that was made before, as in each life of a run, says nothing new."""
         seen = {one.details.get("text") for one in search.notes[: self._notes] if one.kind == "remark"}
         for note in search.notes[self._notes :]:
@@ -294,11 +265,11 @@ class StoreRecorder:
                 yield self._dated(note)
             seen.add(text)
 
-    def _dated(self, decision: Decision) -> Decision:
+    def _dated(self, decision: types.Decision) -> types.Decision:
         """With the account's figures and the step that it was made at."""
         account = self._kept
         if account is not None:
-            total, at_s = account.total, decision.details.get(AT_S)
+            total, at_s = account.total, decision.details.get(states.AT_S)
             known = {"elapsed_s": total.seconds, "spent_s": total.spent_s}
             if at_s is not None:  # of this process, written down later
                 known = {"elapsed_s": min(total.seconds, account.before.seconds + at_s)}
@@ -313,15 +284,15 @@ class StoreRecorder:
 
 
 @functools.cache
-def state_adapter() -> TypeAdapter[SearchState]:
+def state_adapter() -> TypeAdapter[states.SearchState]:
     """Converts the state of a search to JSON and back."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(SearchState)
+    return TypeAdapter(states.SearchState)
 
 
-def _row(request: Request, outcome: Outcome) -> Measurement:
-    return Measurement(
+def _row(request: states.Request, outcome: states.Outcome) -> types.Measurement:
+    return types.Measurement(
         role=request.role,
         steps=len(outcome.steps_ms),
         step_ms=math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0,
@@ -332,12 +303,12 @@ def _row(request: Request, outcome: Outcome) -> Measurement:
     )
 
 
-def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> Model:
+def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> types.Model:
     """A model of this process as the store keeps it."""
     from zftune.telemetry.fingerprint import model_id
 
     parameters = list(module.parameters())
-    return Model(
+    return types.Model(
         model_id=model_id(module),
         name=name,
         parameters=sum(one.numel() for one in parameters),
@@ -350,7 +321,7 @@ def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> M
 class MachineInfo:
     """The machine and the software of a training process; its cores by affinity and control group."""
 
-    hardware: Hardware
+    hardware: types.Hardware
     usable_cores: float | None
     versions: Mapping[str, str]
 
@@ -361,7 +332,7 @@ class MachineInfo:
 
         machine, found = hardware(), software()
         return cls(
-            hardware=Hardware.of(hw_id(machine, rig=rig), machine, rig=rig),
+            hardware=types.Hardware.of(hw_id(machine, rig=rig), machine, rig=rig),
             usable_cores=machine["usable_cores"],
             versions={name: found[name] for name in ("zftune", "torch", "python") if found[name] is not None},
         )
@@ -370,42 +341,41 @@ class MachineInfo:
 class Recording:
     """One run, and the presets of its key. A failure of the store is no error here but a sentence in `notices`."""
 
-    def __init__(self, store: Store, key: Key, model: Model, here: MachineInfo) -> None:
+    def __init__(self, store: Store, key: types.Key, model: types.Model, here: MachineInfo) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
-        self.ratios: Ratios | None = None
+        self.ratios: types.Ratios | None = None
         """Measured here; a preset is found by them on other machines."""
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self.key, self._store, self._model, self._here = key, store, model, here
 
-    @property
-    def wrong(self) -> list[str]:
-        return [*self.notices, *(() if self.recorder is None else self.recorder.notices)]
-
-    def barred(self) -> tuple[BarredSetting, ...]:
+    def barred(self) -> tuple[states.BarredSetting, ...]:
         """Settings that earlier runs, those that ended without goodbye too, did not survive, or were rolled back."""
-        found: list[BarredSetting] = []
+        found: list[states.BarredSetting] = []
         with noting(self.notices):
             self._store.reap()
-            found += (BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in self._store.barred(self.key))
+            rows = self._store.barred(self.key)
+            found += (states.BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in rows)
         return tuple(found)
 
-    def preset(self) -> Match | None:
+    def preset(self) -> types.Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
         rig, cores = self._here.hardware.rig, self._here.usable_cores
         try:
-            return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
+            return self._store.find_preset(types.Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
         except StoreError as error:
-            return self.notices.append(f"{error}.")
+            self.notices.append(f"{error}.")
+            return None
 
-    def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
+    def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> types.RunRecord | None:
         try:
             return self._store.unfinished_run(self.key, knobs, settings)
         except StoreError as error:
-            return self.notices.append(f"{error}.")
+            self.notices.append(f"{error}.")
+            return None
 
-    def living(self, run_id: str) -> RunRecord | None:
+    def living(self, run_id: str) -> types.RunRecord | None:
         """A run whose training lives and which can be resumed, or None; what was in flight did not crash."""
         found = None
         with noting(self.notices, StoreError):
@@ -417,7 +387,7 @@ class Recording:
 
     def resume(
         self,
-        run: RunRecord,
+        run: types.RunRecord,
         make: Callable[[Setting], Search],
         learning_rate: float | None = None,
         *,
@@ -470,8 +440,8 @@ class Recording:
             "movement_percent": space.movement_percent,
             "movement_rate": space.movement_rate,
             "fixed_because": space.fixed_because or None,
-            LEARNING_RATE: learning_rate,
-            UNSEARCHED: dict(unsearched or {}),
+            states.LEARNING_RATE: learning_rate,
+            states.UNSEARCHED: dict(unsearched or {}),
         }
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
@@ -495,7 +465,7 @@ class Recording:
         name, setting = self._stake or ("", None)
         won = None if setting is None or unfinished else stake_won(search, setting)
         with noting(self.notices, StoreError):
-            if won is not None and self._store.record_comparison(name, won=won) is PresetState.WITHDRAWN:
+            if won is not None and self._store.record_comparison(name, won=won) is types.PresetState.WITHDRAWN:
                 self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
         self.keep_preset(search)
 
@@ -510,11 +480,11 @@ class Recording:
         thread.join(_FINISH_S)
         return not thread.is_alive()
 
-    def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
+    def withdraw_preset(self, setting: Setting, why: types.Withdrawal) -> None:
         for one in self._presets_of(setting):
             self._store.withdraw_preset(one.name, why)
 
-    def _presets_of(self, setting: Setting) -> list[Preset]:
+    def _presets_of(self, setting: Setting) -> list[types.Preset]:
         """Those of this key."""
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
         return [one for one in own if Setting.from_knobs(one.knobs) == setting]
@@ -525,7 +495,7 @@ class Recording:
         gain, best, step_ms = book.gain, book.incumbent, book.step_ms(book.incumbent)
         if gain is None or step_ms is None or not gain.holds:
             return
-        evidence = Evidence(
+        evidence = types.Evidence(
             step_ms=step_ms,
             baseline="start" if book.reference == book.trials[0].setting else "planner",
             baseline_step_ms=step_ms / (1 - gain.share),
@@ -534,13 +504,13 @@ class Recording:
             steps=sum(one.blocks for one in book.trials if one.setting == best.setting) * BLOCK_STEPS,
             measured_unix_s=time.time(),
         )
-        preset = Preset(
+        preset = types.Preset(
             key=self.key, knobs=best.setting.knobs(), evidence=evidence, model=self._model,
             hardware=self._here.hardware, ratios=self.ratios, versions=self._versions,
             usable_cores=self._here.usable_cores,
         )  # fmt: skip
         try:
-            if all(one.state is not PresetState.ACTIVE for one in self._presets_of(best.setting)):
+            if all(one.state is not types.PresetState.ACTIVE for one in self._presets_of(best.setting)):
                 self._store.save_preset(preset)
         except (StoreError, ValueError) as error:
             self.notices.append(f"The settings were not kept as a preset: {error}.")
@@ -561,7 +531,7 @@ def stake_won(search: Search, setting: Setting) -> bool | None:
     if book.trials[0].setting == setting:
         compared = any(trial.gains for trial in book.trials)
         return None if not compared else not book.adoptions
-    if any(book.trials[number].state is TrialState.CRASHED for number in visits):
+    if any(book.trials[number].state is types.TrialState.CRASHED for number in visits):
         return False
     gains = [gain for number in visits for gain in book.trials[number].gains]
     return False if gains and fmean(gains) < 0 else None

@@ -55,7 +55,6 @@ _LESS_NOISE = 0.6
 _NEWEST_PACES = 3
 _MOVEMENT_NOISE = 0.1
 """Of the bound on lateness: by so much more the incumbent may be late before another replaces it."""
-_NOTHING: Mapping[str, str] = {}
 
 
 class Search:
@@ -117,9 +116,9 @@ class Search:
             self.known.wanted.insert(0, (setting, source))
             self._grow_pool([setting])
 
-    def remark(self, text: str = "", because: str = "", about: Mapping[str, float | str | bool] = _NOTHING) -> None:
+    def remark(self, text: str = "", because: str = "", about: Mapping[str, Any] | None = None) -> None:
         """Record a finding beside the search: a sentence, or the template `because` with its figures `about`."""
-        self._note("remark", None, because, **about, **({"text": text} if text else {}))
+        self._note("remark", None, because, **(about or {"text": text}))
 
     def remember(self, remark: states.Remark) -> None:
         """Record an earlier finding with its own time; it changes nothing."""
@@ -194,8 +193,7 @@ class Search:
         forecast, incumbent = self.forecast(setting), self.book.incumbent
         kind, violation = self.book.why_barred(setting), self.space.violation(setting)
         reasons = [] if kind is None else [(1.0, messages.BARRED[kind])]
-        reasons += [] if violation is None else [(violation.excess, violation.reason)]
-        reasons += [(forecast.excess, forecast.reason)] if forecast.excess > 0 else []
+        reasons += [(one.excess, one.reason) for one in (violation, forecast) if one is not None and one.excess > 0]
         if self.device_limit_bytes is not None and incumbent.device_bytes is not None:
             peak = incumbent.device_bytes + forecast.device_bytes - self.forecast(incumbent.setting).device_bytes
             why = "it would leave less GPU memory free than must stay free, by the measured peak"
@@ -252,10 +250,9 @@ class Search:
         most, cost = self.options.most_measurements, self.cost
         if most is not None and self.measurements + 2 > most:
             return self._rest("limit", may_hold=self.options.watch, made=self.measurements, most=most)
-        trial, last = None, self.book.trials[-1]
-        if self.known.is_open and last.number and last.state in (TrialState.PLANNED, TrialState.MEASURED):
-            trial = last
-        trial = trial or self._next_visit()
+        last = self.book.trials[-1]
+        goes_on = self.known.is_open and last.number and last.state in (TrialState.PLANNED, TrialState.MEASURED)
+        trial = last if goes_on else self._next_visit()
         if trial is None:
             why = self.space.fixed_because
             may_hold = self.options.watch or bool(self.space.dimensions)
@@ -456,10 +453,10 @@ class Search:
             known.last, known.state = blocks[-1], states.Choosing()
             if not any(note.kind == "start" for note in self.notes):
                 self._note("start", trial.number, what=str(trial.setting), step_ms=self.book.incumbent_step_ms)
-        elif isinstance(state, states.Unit) and request.role == "a1":
-            known.state = replace(state, before=blocks[-1])
         elif isinstance(state, states.Unit) and request.role == "a2":
             self._finish_unit(state, blocks[-1])
+        elif isinstance(state, states.Unit) and request.role == "a1":
+            known.state = replace(state, before=blocks[-1])
         elif isinstance(state, states.Unit):
             known.state = replace(state, blocks=tuple(blocks), voids=0)
 
@@ -470,9 +467,7 @@ class Search:
         weight = 1.0 if len(unit.blocks) > 1 else _ONE_BLOCK
         gain = (unit.before.wall + after.wall) / 2 - statistics.fmean(one.wall for one in unit.blocks)
         owns = [one.own for one in (unit.before, after, *unit.blocks) if one.own is not None]
-        own = None
-        if len(owns) == 2 + len(unit.blocks):
-            own = (owns[0] + owns[1]) / 2 - statistics.fmean(owns[2:])
+        own = (owns[0] + owns[1]) / 2 - statistics.fmean(owns[2:]) if len(owns) == 2 + len(unit.blocks) else None
         _compare(known.noise, pair.gains, pair.weights, gain, weight)
         if own is not None and len(pair.own) == len(pair.gains):
             _compare(known.own_noise, pair.own, pair.weights, own, weight)
@@ -554,16 +549,16 @@ class Search:
         """Two units in a row, while the search rests, that contradict what is believed widen the belief."""
         mean, error = self._believed().gain(self.book.incumbent.setting, setting)
         is_one = bool(self.known.rests) and abs(gain - mean) > _SURPRISE * math.hypot(error, math.sqrt(variance))
-        self.known.surprises = self.known.surprises + 1 if is_one else 0
-        if self.known.surprises == 2:
-            self.known.surprises = 0
+        is_second = is_one and self.known.surprises == 1
+        self.known.surprises = int(is_one and not is_second)
+        if is_second:
             self._doubt()
             self._note("reopen", self.book.incumbent.number, "surprise")
 
     def _doubt(self) -> None:
         self.known.lessons = doubted(self.known.lessons, self._believed().planner_error)
-        self._belief = None
-        self.known.forget_units()
+        self._belief = None  # units of the past prove nothing any more; how many challengers there were stays
+        self.known.pairs = [replace(one, gains=[], own=[], weights=[]) for one in self.known.pairs]
 
     # --- what does not count, or changes the rules -------------------------------------------------------------------
 
@@ -671,11 +666,9 @@ class Search:
             self._note("memory", number, what=_what(found, tight), peak_mib=peak_mib, limit_mib=limit_mib)
 
     def _note(self, kind: DecisionKind, trial: int | None, because: str = "", **details: float | str | bool) -> None:
-        figures: dict[str, Any] = {
-            name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in details.items()
-        }
+        figures = {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in details.items()}
         figures |= {BECAUSE: because} if because else {}
-        figures["spent_s"], figures["elapsed_s"] = round(self.cost.spent_s, 3), round(self.cost.elapsed_s, 3)
+        figures |= {"spent_s": round(self.cost.spent_s, 3), "elapsed_s": round(self.cost.elapsed_s, 3)}
         self.notes.append(Decision(kind, trial, figures))
 
     # --- its state ---------------------------------------------------------------------------------------------------

@@ -16,32 +16,25 @@ import torch
 from torch import nn
 
 from zenflow import ConfigError, StepStats, ZenFlowConfig
-from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.sharded import ranks_with_rows
+from zftune import quality
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import BadInputError, ZftuneError, noting
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, choose, limits
 from zftune.planner.closed_form import predict
-from zftune.planner.machine import UNLIMITED, machine_of
+from zftune.planner.machine import rig_machine
 from zftune.planner.memory import state_bytes
 from zftune.planner.model import Job, Machine, ModelFacts
 from zftune.planner.rates import Rates
-from zftune.quality import (
-    MeasuredCoverage,
-    assumed_coverage,
-    at_full_rate,
-    highest_rate,
-    movement_percent,
-    rate_at_full,
-    rates,
-)
+from zftune.quality import MeasuredCoverage, assumed_coverage
 from zftune.store.types import Key, Match, Model, Quality, Ratios, RunRecord
 from zftune.tuner import messages
 from zftune.tuner.pace import Pace, busy_ms, changed, ratios_of
 from zftune.tuner.record import MachineInfo, Recording, StoreRecorder, search_settings, trained_model
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import (
+    OFFLOAD_RATIOS,
     TOPK_RATIOS,
     TRAJECTORY_KNOBS,
     Forecast,
@@ -58,9 +51,7 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 Make = Callable[[Setting, SearchOptions], Search]
-"""Makes the search that begins from a setting."""
 _KEPT = ("select_interval", "deferred_update")  # no search changes them: they stay as the user has them
-_LOWER_RATIOS = (0.4, 0.6, 0.8, 0.9)
 _KNOTS = (0.005, 0.015, 0.03, 0.075, 0.25, 0.5, 0.6, 0.75, 1.0)
 _FEW_CORES = 4  # fewer usable cores leave no choice of threads
 _logger = logging.getLogger("zftune")
@@ -130,7 +121,7 @@ class WarmupStats:
     @property
     def movement_percent(self) -> float | None:
         """How far a step moves the deferred weights, by the second half of it: an optimizer begins with long steps."""
-        return movement_percent(self.steps[len(self.steps) // 2 :])
+        return quality.movement_percent(self.steps[len(self.steps) // 2 :])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,19 +149,15 @@ class TrainingFacts:
     """None: no emulated accelerator."""
     machine: Machine | None = None
     """None: nothing can be predicted."""
-    has_memory: bool = False
-    """Whether there is device memory that others may need more of."""
     device_limit_bytes: int | None = None
-    """Most that a live trial may take at the peak; None: there is no such limit."""
+    """Most that a live trial may take at the peak; None: there is no such memory."""
     learning_rate: float | None = None
 
 
 class Reader:
     """Knows the model and the machine; made before training begins, since on a GPU it measures the machine.
 
-    Args:
-        remembered: whether to read what a store keeps runs and presets by.
-        name: of the model; None: that of its class.
+    `remembered`: whether to read what a store keeps runs and presets by; `name` of the model: None is its class's.
     """
 
     def __init__(
@@ -185,16 +172,18 @@ class Reader:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self.module = optimizer.module or nn.ParameterList(parameters)
         self._groups = optimizer.param_groups
-        self._rates = rates(self._groups)
+        self._rates = quality.rates(self._groups)
         self._name = name
         self.notices: list[str] = []
         self._dtype = parameters[0].dtype
         self._wishes, self._remembered, self._company = wishes, remembered, company
         device, self._partitioned = optimizer.device, optimizer.is_partitioned
         self._rig = device.rig if isinstance(device, EmulatedAccelerator) else None
-        self._device_limit_bytes = device_limit(optimizer)
-        self._has_memory = device.total_bytes() is not None
-        self._machine = self._measured(device.torch_device) if self._has_memory and self._rig is None else None
+        self._device_limit_bytes, self._machine = device_limit(optimizer), None
+        if self._rig is not None:
+            self._machine = rig_machine(self._rig)
+        elif self._device_limit_bytes is not None:
+            self._machine = self._measured(device.torch_device)
 
     def facts(self, seen: WarmupStats) -> TrainingFacts:
         """Read them from the warm-up; may be called from any thread."""
@@ -231,12 +220,11 @@ class Reader:
             model=ModelFacts.from_module(name, self.module),
             company=company,
             rig=rig,
-            machine=self._machine if rig is None else rig_machine(rig),
-            has_memory=self._has_memory,
+            machine=self._machine,
             device_limit_bytes=self._device_limit_bytes,
-            movement_percent=at_full_rate(seen.movement_percent, self._groups, self._rates),
-            movement_rate=rate_at_full(self._groups, self._rates),
-            learning_rate=highest_rate(self._groups),
+            movement_percent=quality.at_full_rate(seen.movement_percent, self._groups, self._rates),
+            movement_rate=quality.rate_at_full(self._groups, self._rates),
+            learning_rate=quality.highest_rate(self._groups),
             begins_anew=seen.begins_anew,
         )
 
@@ -280,15 +268,15 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """The request for a search."""
+    """The request for a search; `ratios` are for presets of other machines, and an offload ratio below `least_ratio`
+    takes more GPU memory.
+    """
 
     own: Setting
     space: Space
     options: SearchOptions
     ratios: Ratios | None = None
-    """For presets of other machines; None: none of these."""
     least_ratio: float = 0.0
-    """Offload ratio at least: a lower one takes more GPU memory."""
     fresh: bool = False
     run_id: str | None = None
     """Of the training: where the store has it, its search is resumed; else a new run is called so."""
@@ -393,19 +381,14 @@ def _refusal(setting: Setting, wanted: SearchRequest) -> str | None:
         return violation.reason
     if fixed and any(getattr(setting, name) != getattr(wanted.own, name) for name in TRAJECTORY_KNOBS):
         return fixed
-    if setting.offload_ratio < wanted.least_ratio:
-        return (
-            f"its offload_ratio {setting.offload_ratio:g} takes GPU memory: --tune-memory (tune_memory=True) allows it"
-        )
-    return None
+    memory = f"its offload_ratio {setting.offload_ratio:g} takes GPU memory: --tune-memory (tune_memory=True) allows it"
+    return memory if setting.offload_ratio < wanted.least_ratio else None
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerForecast:
-    """Predictions for one model, machine and job.
-
-    Args:
-        counted: whether device memory is only counted, as on an emulated accelerator: no allocator rounds it then.
+    """Predictions for one model, machine and job; `counted`: device memory is only counted, as on an emulated
+    accelerator, so that no allocator rounds it.
     """
 
     model: ModelFacts
@@ -427,9 +410,7 @@ class PlannerForecast:
         return Forecast(found.step_ms, on_device, of_rank, max(0.0, excess - 1), reason)
 
     def planned(self, space: Space, *, least_ratio: float) -> list[Setting]:
-        """The planner's choices within a space, best first; an offload ratio below `least_ratio` would take more GPU
-        memory.
-        """
+        """The planner's choices within a space, best first; a lower offload ratio would take more GPU memory."""
         choices = choose(
             self.model, self.machine, self.job, budget=space.budget, coverage=space.coverage, rates=self.rates
         )
@@ -466,12 +447,6 @@ def forecast_for(
     return PlannerForecast(model, machine, job, rates, base)
 
 
-def rig_machine(rig: Rig) -> Machine:
-    """An emulated accelerator as a machine: its rates, and this host's memory."""
-    host_bytes = available_host_bytes() or UNLIMITED
-    return machine_of(rig.name, "emulated accelerator", Rates.of_rig(rig), host_memory_bytes=host_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class NoForecast:
     """Replaces the planner if nothing can be predicted: every setting takes `step_ms` until it is measured."""
@@ -483,9 +458,8 @@ class NoForecast:
 
     def __call__(self, setting: Setting) -> Forecast:
         more = setting.topk_ratio > self.start.topk_ratio or setting.offload_ratio < self.start.offload_ratio
-        if self.has_memory and more:
-            return Forecast(self.step_ms, excess=1.0, reason="it needs more GPU memory, by an unknown amount")
-        return Forecast(self.step_ms)
+        why = "it needs more GPU memory, by an unknown amount" if self.has_memory and more else ""
+        return Forecast(self.step_ms, excess=float(bool(why)), reason=why)
 
 
 def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None) -> Prepared:
@@ -494,7 +468,7 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
 
     wishes, base = facts.wishes, Setting.of(facts.config)
     cores = int((hardware()["usable_cores"] if facts.here is None else facts.here.usable_cores) or 1)
-    lower = _LOWER_RATIOS if wishes.tune_memory else ()  # they take more GPU memory
+    lower = OFFLOAD_RATIOS if wishes.tune_memory else ()  # they take more GPU memory
     space = space_for(
         base, wishes.quality, coverage=facts.coverage or assumed_coverage, has_loss=facts.has_loss,
         threads=sorted({cores // 4, cores // 2, 3 * cores // 4}) if cores >= _FEW_CORES else (),
@@ -539,7 +513,7 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
 def _forecast(facts: TrainingFacts, start: Setting) -> Forecaster:
     machine, wishes = facts.machine, facts.wishes
     if machine is None:
-        return NoForecast(facts.step_ms or 1.0, start, facts.has_memory)
+        return NoForecast(facts.step_ms or 1.0, start, facts.device_limit_bytes is not None)
     measured_ms = facts.compute_ms if facts.rig is None else 0.0
     job = Job(seq=wishes.sequence or 1, micro_batch=wishes.micro_batch or 1, compute_ms=measured_ms or None)
     return forecast_for(facts.model, machine, job, facts.config, company=facts.company, rig=facts.rig)

@@ -71,6 +71,11 @@ class Setting:
         return cls(**{**knobs, "apply_lag": config.lag})
 
     @classmethod
+    def known(cls, config: ZenFlowConfig) -> Setting | None:
+        """The setting of a configuration; None: its windows have no known length."""
+        return None if config.update_interval == "auto" else cls.of(config)
+
+    @classmethod
     def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
         """From `knobs()`. Raises BadInputError: a knob is missing or unknown, or has a value that is not allowed."""
         try:
@@ -260,11 +265,9 @@ class Space:
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
-        cost = self.cost(setting)
+        cost, moved, mean = self.cost(setting), self.movement_percent, setting.mean_staleness_steps
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
-        excess = cost / self.budget - 1 if self.budget else cost
-        moved, mean = self.movement_percent, setting.mean_staleness_steps
         if moved is None:
             reason = (
                 f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {cost / mean:.0%}, the "
@@ -277,7 +280,7 @@ class Space:
                 f"{moved * self.budget:.3g}% (up to about {number(loss)}% of loss in a long fine-tuning"
                 f"{'; ' if why else ''}{why})"
             )
-        return Violation(excess, reason)
+        return Violation(cost / self.budget - 1 if self.budget else cost, reason)
 
 
 def space_for(
@@ -320,10 +323,8 @@ def space_for(
     )
     own = replace(base, overlap_step=True)
     free = replace(space, base=own, dimensions=_open((*trajectory, *speed)), budget=budget)
-    if movement_percent is None:
-        return free
-    bounded = free.moving(movement_percent, movement_rate)
-    return replace(bounded, base=bounded.earlier(bounded.base))
+    bounded = free if movement_percent is None else free.moving(movement_percent, movement_rate)
+    return bounded if movement_percent is None else replace(bounded, base=bounded.earlier(own))
 
 
 def _open(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:

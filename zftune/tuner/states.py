@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from zftune.store.types import TrialState
@@ -71,11 +71,10 @@ class Request:
     block: int = 0
     """Steps of each block; 0: all are one."""
     slow_ms: float | None = None
-    """A first block whose steps take more than this on average has no second one; None: all steps are taken."""
+    """A first block whose steps take more than this on average has no second one."""
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
     incumbent_step_ms: float | None = None
-    """None: not known, or the incumbent runs itself."""
 
     def ends_early(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> bool:
         """Whether the steps so far are enough: they are far slower than the incumbent's."""
@@ -114,14 +113,12 @@ class Outcome:
     taken_ms: tuple[float, ...] = ()
     """What other processes took from the training thread in each step that counts; (): not known."""
     device_bytes: int | None = None
-    """At the peak."""
     reason: str = ""
     between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
     called_off: bool = False
     """Void because it was no longer wanted, such as in a pause: that does not speak against measuring it again."""
     pace: Pace | None = None
-    """What the steps that count showed of the machine; None: nothing."""
     ranks_ms: tuple[float, ...] = ()
     """Step of each of several ranks without its waits in collectives; (): not known."""
     movement_percent: float | None = None
@@ -420,7 +417,3 @@ class SearchState:
         if found is None:
             self.pairs.append(found := Pair(*both, order=len(self.pairs) + 1))
         return found
-
-    def forget_units(self) -> None:
-        """Units of the past prove nothing any more; how many challengers there were stays."""
-        self.pairs = [replace(one, gains=[], own=[], weights=[]) for one in self.pairs]

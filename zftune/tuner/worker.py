@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from functools import partial
+from typing import Protocol
 
 from zenflow import StepStats
 from zenflow.clock import REAL_CLOCK, Clock
+from zftune.background import Background
 from zftune.tuner import messages
 from zftune.tuner.evidence import Gain
 from zftune.tuner.record import StoreRecorder
@@ -23,56 +23,8 @@ from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome, Request
 
-T = TypeVar("T")
 _JOIN_S = 5.0
 _logger = logging.getLogger("zftune")
-
-
-@contextmanager
-def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
-    """The body takes `takes_s` of a simulated clock, which stands still meanwhile; None: the real duration."""
-    began_s = time.monotonic()
-    try:
-        yield
-    finally:
-        if clock.simulated:
-            clock.sleep(time.monotonic() - began_s if takes_s is None else takes_s)
-
-
-class Background(Generic[T]):
-    """Begins `work` at once; its thread ends with the process. `takes_s`: simulated time; None: the real duration."""
-
-    def __init__(
-        self, work: Callable[[], T], name: str, clock: Clock = REAL_CLOCK, takes_s: float | None = None
-    ) -> None:
-        self._work, self._clock, self._takes_s = work, clock, takes_s
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._thread = clock.thread(self._run, name)
-        self._thread.start()
-        self.join = self._thread.join
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def result(self) -> T:
-        """Ask when it is done. Raises what the work raised."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._result)
-
-    def _run(self) -> None:
-        try:
-            with taking_time(self._clock, self._takes_s):
-                self._result = self._work()
-        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
-            self._error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +108,9 @@ class ThreadWorker(SearchWorker):
         """Whether it thinks: the search is the worker's."""
         return self._thinking is not None and not self._thinking.done
 
-    def hand(self, outcome: Outcome | None) -> None:
-        self._begin(lambda: self._think(outcome))
-
-    def put_away(self, outcome: Outcome) -> None:
-        """Take the outcome of the last request, and choose nothing; returns at once."""
-        self._begin(lambda: self._think(outcome, ask=False))
-
-    def _begin(self, work: Callable[[], Answer | None]) -> None:
+    def hand(self, outcome: Outcome | None, *, ask: bool = True) -> None:
+        """`ask`: whether to choose the next request, too."""
+        work = partial(self._think, outcome, ask=ask)
         self._thinking = Background(work, "zftune-desk", self._clock, self._search.options.thinking_s)
 
     def poll(self) -> Answer | None:
@@ -213,7 +160,12 @@ class ThreadWorker(SearchWorker):
         search, recorder = self._search, self._recorder
         try:
             if outcome is not None:
-                self._take(outcome)
+                adopted = len(search.book.adoptions)
+                search.tell(outcome)
+                if recorder is not None and self._asked is not None:
+                    recorder.after(search, self._asked, outcome)
+                if self._keep is not None and len(search.book.adoptions) > adopted:
+                    self._keep(search)
             while ask:
                 request = search.next()
                 if self._closing:  # nobody waits for an answer: nothing is written down as in flight
@@ -228,11 +180,3 @@ class ThreadWorker(SearchWorker):
             _logger.exception("The search failed; the training goes on under the best settings so far.")
             search.stop(f"The search failed: {type(error).__name__}: {error}.")
             return Answer(None, search.book.incumbent.setting, gain=search.book.gain)
-
-    def _take(self, outcome: Outcome) -> None:
-        adopted = len(self._search.book.adoptions)
-        self._search.tell(outcome)
-        if self._recorder is not None and self._asked is not None:
-            self._recorder.after(self._search, self._asked, outcome)
-        if self._keep is not None and len(self._search.book.adoptions) > adopted:
-            self._keep(self._search)

@@ -15,8 +15,7 @@ from zftune.daemon.protocol.messages import Goodbye
 from zftune.store.account import Counter
 from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, Said, SearchDriver
-from zftune.tuner.executor import Executor, TuningContext, counted
-from zftune.tuner.guard import gpu_uuid
+from zftune.tuner.executor import Executor, TuningContext, counted, gpu_uuid
 from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.space import Setting
 

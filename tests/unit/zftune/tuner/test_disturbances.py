@@ -13,7 +13,7 @@ from zenflow import CpuDevice
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.telemetry import NvmlSampler
 from zftune.telemetry.disturbance import GpuDisturbance
-from zftune.tuner.guard import disturbance_of
+from zftune.tuner.executor import disturbance_of
 
 __all__ = ["here", "machine", "nvml_library"]
 

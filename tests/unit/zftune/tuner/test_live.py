@@ -14,10 +14,10 @@ from tests.support.zftune.tuner.scene import Make, Scene, SyncWorker, assert_who
 from tests.unit.zenflow.test_pinned import PinningDevice
 from zenflow import HostMemoryError
 from zenflow.errors import HostThreadsError
+from zftune.quality import LossGuard
 from zftune.store.types import TrialState
 from zftune.tuner.evidence import Gain
 from zftune.tuner.executor import Block
-from zftune.tuner.guard import LossGuard
 from zftune.tuner.messages import sentence
 from zftune.tuner.space import Setting
 from zftune.tuner.states import OF_INCUMBENT, Request

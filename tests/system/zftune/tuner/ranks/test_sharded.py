@@ -27,6 +27,7 @@ from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.explain.summary import RunSummary
+from zftune.planner.machine import rig_machine
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -37,7 +38,7 @@ from zftune.tuner.drivers import LocalDriver, SearchDriver
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for, rig_machine
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
