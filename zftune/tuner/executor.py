@@ -88,11 +88,10 @@ def leave_tried(
     """
     kept, config = optimizer.kept_knobs, optimizer.config
     verdict = None if kept is None else (agree or partial(change_knobs, optimizer))(kept)
-    if verdict is None or kept is None:
-        return ""
-    if verdict.step is None:
+    if verdict is not None and verdict.step is None:
         optimizer.kept_knobs = None
         _logger.warning("The settings that the checkpoint was saved with stay: %s.", verdict.refused)
+    if verdict is None or verdict.step is None or kept is None:
         return ""
     optimizer.kept_knobs = kept  # they are not what the user asks for
     if on_change is not None:
@@ -257,7 +256,6 @@ class TuningContext:
     disturbance: Callable[[], str | None] | None = None
     """Called at the end of a measurement: why it does not count, or None. What came before is over then."""
     losses: Losses | None = None
-    """With a guard over them; None: there is none."""
     on_change: Change | None = None
     counter: Counter | None = None
     """Counts what the run takes; None: the search has its own."""

@@ -42,7 +42,6 @@ PATIENCE_S = 60.0
 _WORD = struct.Struct("<2q?2q")
 _POLL_S = 0.01
 _VOID = "void"
-_FIRST = 0
 _LATE = 4  # steps of which the last are not measured yet
 _ROUNDS = 64  # whose times are averaged
 _logger = logging.getLogger("zftune")
@@ -194,7 +193,7 @@ class KnobConsensus(Changes):
         """Knobs to be left with at the end; on all ranks as rank 0 decides. None: as they are."""
         self.back = ""
         """What a saved state was left for, a sentence; its reader empties it."""
-        self.is_first = exchange.rank == _FIRST
+        self.is_first = exchange.rank == 0
         """Whether this rank proposes."""
         self._exchange, self._on_change = exchange, on_change
         self._leaves = False

@@ -279,10 +279,15 @@ class Search:
         return states.Resting(steps or REST_STEPS, is_idle=not steps)
 
     def _next_visit(self) -> Trial | None:
-        self._look_around()
+        belief, start = self._believed(), self.book.incumbent.setting
+        if not self.known.pairs and not self.known.wanted and belief.is_flat and self.options.sampler == "belief":
+            # Without a planner the first looks are at settings that are far apart.
+            allowed = [one for one in belief.settings if self.may_run(one)]
+            found = far_apart(allowed, places_of(belief.settings), start, _FAR_APART)
+            self.known.wanted += [(one, "search") for one in found]
         while self.known.wanted:
             setting, source = self.known.wanted.pop(0)
-            if setting == self.book.incumbent.setting:
+            if setting == start:
                 continue
             params = dict(self.space.indices(setting))
             if self.may_run(setting):
@@ -291,21 +296,11 @@ class Search:
                 return self.add(setting, source, params)
             self._reject(setting, source, params)
         rejected: list[tuple[Setting, Params]] = []
-        number, incumbent = len(self.book.trials), self.book.incumbent.setting
-        proposed = self._studied().propose(number, incumbent, self._predicted, rejected)
+        proposed = self._studied().propose(len(self.book.trials), start, self._predicted, rejected)
         for one, params in rejected:
             self._reject(one, "search", params)
         self.known.is_open = proposed is not None
         return None if proposed is None else self.add(proposed[0], "search", proposed[1])
-
-    def _look_around(self) -> None:
-        """Without a planner the first looks are at settings that are far apart."""
-        belief = self._believed()
-        if self.known.pairs or self.known.wanted or not belief.is_flat or self.options.sampler != "belief":
-            return
-        allowed = [one for one in belief.settings if self.may_run(one)]
-        found = far_apart(allowed, places_of(belief.settings), self.book.incumbent.setting, _FAR_APART)
-        self.known.wanted += [(one, "search") for one in found]
 
     def _best(self) -> Setting | None:
         """What the belief proposes: the largest expected improvement, if it is worth a unit."""

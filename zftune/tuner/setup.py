@@ -183,7 +183,12 @@ class Reader:
         if self._rig is not None:
             self._machine = rig_machine(self._rig)
         elif self._device_limit_bytes is not None:
-            self._machine = self._measured(device.torch_device)
+            _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
+            try:
+                with torch.cuda.device(device.torch_device):
+                    self._machine = Machine.here()
+            except (ZftuneError, RuntimeError, MemoryError) as error:
+                self.notices.append(f"This machine could not be measured: {error}.")
 
     def facts(self, seen: WarmupStats) -> TrainingFacts:
         """Read them from the warm-up; may be called from any thread."""
@@ -227,15 +232,6 @@ class Reader:
             learning_rate=quality.highest_rate(self._groups),
             begins_anew=seen.begins_anew,
         )
-
-    def _measured(self, device: torch.device) -> Machine | None:
-        _logger.info("zftune measures this machine's links and memory; that takes some seconds.")
-        try:
-            with torch.cuda.device(device):
-                return Machine.here()
-        except (ZftuneError, RuntimeError, MemoryError) as error:
-            self.notices.append(f"This machine could not be measured: {error}.")
-            return None
 
 
 def device_limit(optimizer: ZenFlowOptimizer) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from zenflow import ZenFlowConfig
 from zftune import words
@@ -147,13 +147,9 @@ UPDATE_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
 LAG_SHARES = (0.0, 0.5, 1.0)
 """Of S; 0 is a lag of one step."""
 OFFLOAD_RATIOS = (0.4, 0.6, 0.8, 0.9, 1.0)
-
-_ROUNDING = 1e-9
-
 Coverage = Callable[[float], float]
 """Share of the gradient energy in the top k columns, for every k from 0 to 1."""
-
-
+_ROUNDING = 1e-9
 _NO_LOSS = "no loss is known (zftune.log_loss tells it), so that a training that goes wrong would not be noticed"
 
 
@@ -180,12 +176,10 @@ class Dimension:
     choices: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Why a setting is not allowed."""
+class Violation(NamedTuple):
+    """Why a setting is not allowed, and by which share of the limit."""
 
     excess: float
-    """Above 0: share of the limit."""
     reason: str
 
 
