@@ -441,15 +441,15 @@ class Executor:
             first = verdict.step if challenges else verdict.step + 1  # that step closes a window and moves columns
             self._runs = [*(run for run in self._runs if run[0] < first), (first, challenges)]
             self._begin(changing, verdict.step)
+            if isinstance(self.state, Block) and not self.state.request.discard:
+                self.state = replace(changing, stays=True)  # too fast: its first window waits for none before it
             if self._on_change is not None:
                 self._on_change(verdict.step or 1, changing.setting.knobs())
-        elif changing.request is not None:
-            self.state = Resting()
-            self._hand(self._outcome("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
-            return
         else:
             self.state = Resting()
-        if verdict.refused:
+        if verdict.step is None and changing.request is not None:
+            self._hand(self._outcome("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
+        elif verdict.refused:
             _logger.warning("The settings %s stay: they could not be changed (%s).", self._applied, verdict.refused)
         elif changing.request is None and (verdict.void or self._applied != self.incumbent):
             self._restore()  # it was given up meanwhile
