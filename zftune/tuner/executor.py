@@ -399,9 +399,10 @@ class Executor:
             self._end()
             return
         if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest whole windows count
-            newest, interval = list(self._of_incumbent_ms), self.incumbent.update_interval
-            whole = newest[: len(newest) // interval * interval]
-            newest_ms = math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else request.incumbent_step_ms
+            interval, newest_ms = self.incumbent.update_interval, request.incumbent_step_ms
+            whole = list(self._of_incumbent_ms)[: len(self._of_incumbent_ms) // interval * interval]
+            if len(whole) >= LEAST_STEPS:
+                newest_ms = math.exp(block_value(whole, window=interval))
             self._incumbent_step_s = newest_ms / 1e3 if newest_ms else None
         self._ask(request.setting, request)
 
@@ -555,8 +556,6 @@ class Executor:
             self._ask(self.incumbent)
             if isinstance(changing, Over):
                 self.state = changing
-
-    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         if isinstance(self.state, Changing) and not self.state.stays:

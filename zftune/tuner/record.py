@@ -292,10 +292,11 @@ def state_adapter() -> TypeAdapter[states.SearchState]:
 
 
 def _row(request: states.Request, outcome: states.Outcome) -> types.Measurement:
+    window = request.setting.update_interval
     return types.Measurement(
         role=request.role,
         steps=len(outcome.steps_ms),
-        step_ms=math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0,
+        step_ms=math.exp(block_value(outcome.steps_ms, outcome.moves, window)) if outcome.steps_ms else 0.0,
         began_unix_s=time.time() - outcome.seconds,
         void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
         steps_ms=outcome.steps_ms,

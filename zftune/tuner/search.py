@@ -666,8 +666,6 @@ class Search:
         figures |= {"spent_s": round(self.cost.spent_s, 3), "elapsed_s": round(self.cost.elapsed_s, 3)}
         self.notes.append(Decision(kind, trial, figures))
 
-    # --- its state ---------------------------------------------------------------------------------------------------
-
     def snapshot(self) -> states.SearchState:
         return copy.deepcopy(self.known)
 
@@ -687,11 +685,11 @@ class Search:
 
 
 def _blocks(request: Request, outcome: Outcome) -> list[Block]:
-    size = request.block or len(outcome.steps_ms)
-    walls = evidence.block_values(outcome.steps_ms, outcome.moves, size)
+    size, window = request.block or len(outcome.steps_ms), request.setting.update_interval
+    walls = evidence.block_values(outcome.steps_ms, outcome.moves, size, window)
     if len(outcome.taken_ms) != len(outcome.steps_ms) or min(outcome.own_ms) <= 0:
         return [Block(wall) for wall in walls]
-    owns = evidence.block_values(outcome.own_ms, outcome.moves, size)
+    owns = evidence.block_values(outcome.own_ms, outcome.moves, size, window)
     return [Block(wall, own) for wall, own in zip(walls, owns, strict=True)]
 
 

@@ -240,9 +240,6 @@ def device_limit(optimizer: ZenFlowOptimizer) -> int | None:
     return None if total is None else round(total - max(HEADROOM * total, LEAST_HEADROOM_BYTES))
 
 
-# --- the search -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A search that can begin, or be resumed."""

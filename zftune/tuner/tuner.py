@@ -404,8 +404,6 @@ class Tuner:
         for level, sentence in self.driver.said():  # a warning is of the store, whose rows take no remark of it
             self.say(sentence, level, is_remark=level < logging.WARNING)
 
-    # --- the staleness probe -----------------------------------------------------------------------------------------
-
     def _probe(self, eval_fn: Callable[[], float]) -> None:
         """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
         live = self.live

@@ -138,6 +138,8 @@ class Training:
         while not self._is_over():
             self.step()
             assert self.optimizer.steps < MOST_STEPS
+            if self.optimizer.steps == 60:  # of the settings at the start, which are measured
+                self.host_bytes = self.optimizer.host_bytes()
         self.tuner.close()
         for _ in range(3):  # the last words
             self.step()
@@ -172,7 +174,7 @@ class Training:
             return {"notices": self.tuner.notices, "best": self.tuner.incumbent.knobs()}
         search = self.tuner.search
         assert search is not None
-        forecast, taken = search.forecast(search.book.incumbent.setting), self.optimizer.host_bytes()
+        forecast, taken = search.forecast(search.book.trials[0].setting), self.host_bytes
         measured = [trial for trial in search.book.trials if trial.blocks]
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
