@@ -190,7 +190,7 @@ training = Loop(daemon)
 training.run(daemon.heard.is_set)
 child = os.fork()
 if child == 0:
-    training.tuner._driver._daemon_session.goodbye(lambda session: None)
+    training.tuner.driver._daemon_session.goodbye(lambda session: None)
     sys.exit(0)  # by way of atexit, as a forked worker may
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status), flush=True)
