@@ -38,12 +38,11 @@ from zftune.store.types import PROMISES, QUALITIES, Quality
 from zftune.text import one_of
 from zftune.tracking import stats
 from zftune.tuner.drivers import LocalDriver, SearchDriver
-from zftune.tuner.executor import Change, leave_tried
-from zftune.tuner.guard import NoDisturbance, disturbance_of
+from zftune.tuner.executor import Change, disturbance_of, leave_tried
 from zftune.tuner.ranks import KnobConsensus, RankChannel
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import SINGLE_RANK, TuneRequest, WorldInfo
-from zftune.tuner.tuner import Tuner, asked_config, closed_tuner, open_tuners
+from zftune.tuner.tuner import Tuner, asked_config, open_tuners
 from zftune.variables import FRESH, NOBODY, ONLINE, READ, RUN
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def attach_ranks(optimizer: ZenFlowOptimizer, begin: Begin, on_change: Change | 
         return _lead(exchange, consensus, begin)
     if not exchange.agree(well=True):
         raise BadInputError("nothing is tuned: rank 0 cannot tune, see its own message")
-    return Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance(), consensus=consensus)
+    return Tuner(optimizer, SearchDriver(), tokens=1, consensus=consensus)
 
 
 def _lead(exchange: RankChannel, consensus: KnobConsensus, begin: Begin) -> Tuner:
@@ -147,7 +146,9 @@ def attach(
     searches = _searches()
     if searches == NOBODY:
         _logger.info("zftune.attach does nothing: the settings come from a schedule.")
-        return closed_tuner(optimizer)
+        tuner = Tuner(optimizer, SearchDriver(), tokens=1)  # it has the knobs, and nothing else
+        tuner.close()
+        return tuner
     if daemon is None:
         daemon = searches == "daemon" and store is None  # who brings a store has no daemon in mind
     check_counts(tokens=tokens, micro_batch=micro_batch, sequence=sequence, most_measurements=most_measurements)

@@ -23,6 +23,7 @@ from zenflow.history import Lane, Timeline, TimelineRecorder
 from zenflow.host.limits import available_host_bytes
 from zenflow.optimizer import ZenFlowOptimizer
 from zenflow.ranks import several_ranks
+from zftune.background import Background
 from zftune.emulation import EmulatedAccelerator
 from zftune.errors import ZftuneError
 from zftune.planner.choosing import HEADROOM, LEAST_HEADROOM_BYTES, PUBLISHED, bound_of, choose
@@ -37,7 +38,6 @@ from zftune.text import ms, number, percent, times
 from zftune.tuner.executor import REFUSALS
 from zftune.tuner.setup import WarmupStats, device_limit
 from zftune.tuner.tuner import StepCount, open_tuners
-from zftune.tuner.worker import Background
 from zftune.variables import NOBODY, ONLINE
 
 SMALL_GAIN = 1.05

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, linear_regression, median
 from typing import TYPE_CHECKING, Any, Literal
 
 from zftune import words
@@ -34,6 +35,12 @@ _LOSS_OF_A_PERCENT_OF_THE_RUN = 1.3
 """Percent of the loss at most for updates that are late by 1% of the run's steps; it comes on top (study 023)."""
 _SHORT_RUN_STEPS = 1000
 _FEW_LOSSES = 7
+_BEFORE = 32
+_SPIKE_STEPS = 4
+_SPIKE_FACTOR = 1.5
+_SPIKE_WIDTHS = 6.0
+_SPIKE_FLOOR = 0.02
+"""Absolute: a loss that has converged to nearly nothing may rise by so much."""
 """Of which a quarter is one."""
 MOST_MEASURED_LOSS_PERCENT = 35
 """Percent of the loss at most that late updates have cost a fine-tuning (study 003); no bound was tested above."""
@@ -98,6 +105,47 @@ def figure(value: float, error: float | None) -> str:
     return f"{value:.{min(6, digits)}f}" if digits > 0 else f"{round(value, digits):.0f}"
 
 
+class LossGuard:
+    """Looks at the loss of each step, in order."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_BEFORE + _SPIKE_STEPS)
+
+    def forget(self) -> None:
+        self._losses.clear()
+
+    def add(self, loss: float) -> str | None:
+        """Take a step's loss; a reason where training goes wrong, else None.
+
+        A spike is one where the last steps all lie far above the trend before them: one odd batch is none.
+        """
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        self._losses.append(loss)
+        if len(self._losses) < _BEFORE + _SPIKE_STEPS:
+            return None
+        losses = list(self._losses)
+        before, recent = losses[:_BEFORE], min(losses[_BEFORE:])
+        slope, intercept = linear_regression(range(_BEFORE), before)
+        expected = intercept + slope * _BEFORE
+        middle = median(before)
+        width = 1.4826 * median(abs(one - middle) for one in before)
+        least = max(_SPIKE_FACTOR * expected, expected + _SPIKE_FLOOR, middle + _SPIKE_WIDTHS * width)
+        if expected <= 0 or recent <= least:
+            return None
+        return (
+            f"the loss of the last {_SPIKE_STEPS} steps is at least {recent:.3g}, the trend before was {expected:.3g}"
+        )
+
+
+def went_wrong(step: int, reason: str) -> str:
+    """What the guard reports: training goes on, with the settings at the start."""
+    return (
+        f"Training goes on with the settings at the start, and is tuned no more: at step {step} {reason}. The last "
+        f"good checkpoint is the newest from before step {max(1, step - _SPIKE_STEPS + 1)}."
+    )
+
+
 def assumed_coverage(topk_ratio: float) -> float:
     """Share of the gradient's energy in the top columns, where nobody has measured it.
 
@@ -106,6 +154,19 @@ def assumed_coverage(topk_ratio: float) -> float:
     """
     exponent = math.log(_PUBLISHED_COVERAGE) / math.log(_PUBLISHED_TOPK)
     return 0.0 if topk_ratio <= 0 else float(topk_ratio**exponent)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCoverage:
+    """The same as measured at some ratios, and between them on straight lines. Plain data, so that it can be sent."""
+
+    ratios: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    def __call__(self, topk_ratio: float) -> float:
+        from numpy import interp
+
+        return float(interp(topk_ratio, self.ratios, self.shares))
 
 
 def movement_percent(steps: Iterable[StepStats]) -> float | None:

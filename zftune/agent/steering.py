@@ -128,7 +128,7 @@ class Online:
         # One that follows it already is of DeepSpeed's engine, a Trainer's callback, or the script itself.
         tuner = next((one for one in open_tuners() if one.follows(optimizer)), None)
         tuner = attach(optimizer, quality=self._quality) if tuner is None else tuner
-        if tuner.asks_daemon and is_first_rank():
+        if tuner.driver.asks_daemon and is_first_rank():
             kept = (weakref.ref(tuner),)
             threading.Thread(target=_keep_daemon, args=kept, name="zftune-ensure", daemon=True).start()
 
@@ -190,4 +190,4 @@ def _searches(tuner: weakref.ref[Tuner]) -> bool:
 
 def _is_registered(tuner: weakref.ref[Tuner]) -> bool:
     found = tuner()
-    return found is not None and found.registered
+    return found is not None and found.driver.registered

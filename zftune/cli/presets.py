@@ -237,7 +237,7 @@ def export(
             write_json(document_of(preset), output)
             wrote("--output", output)
             return
-        from zftune.tuner.optuna_export import export_studies
+        from zftune.report.optuna_export import export_studies
 
         count = export_studies(store, str(optuna_path), key=None if preset is None else preset.key)
         typer.echo(

@@ -19,7 +19,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from zenflow.host.limits import available_host_bytes
 from zenflow.names import did_you_mean
+from zftune.emulation import Rig
 from zftune.errors import BadInputError, ZftuneError
 from zftune.planner import models
 from zftune.planner.model import Machine
@@ -293,3 +295,9 @@ def machine_of(
         host_memory_bytes=host_memory_bytes,
         comm_gbps=0.0,
     )
+
+
+def rig_machine(rig: Rig) -> Machine:
+    """An emulated accelerator as a machine: its rates, and this host's memory."""
+    host_bytes = available_host_bytes() or UNLIMITED
+    return machine_of(rig.name, "emulated accelerator", Rates.of_rig(rig), host_memory_bytes=host_bytes)

@@ -1,1 +1,1 @@
-"""What is made of profile documents: an HTML page, a trace for Perfetto, the comparison of two."""
+"""What is made of profile documents: an HTML page, a trace for Perfetto, a comparison; of searches: a study."""

@@ -1,1 +1,1 @@
-"""The search for the fastest knobs. Optuna is imported in here and nowhere else."""
+"""The search for the fastest knobs."""

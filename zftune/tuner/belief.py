@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,7 @@ _KNOBS = ("topk_ratio", "update_interval", "offload_ratio", "host_threads")
 
 
 class Belief:
-    """A normal distribution over the logarithms of the settings' times.
-
-    Args:
-        forecast_ms: the planner's prediction for each setting that may run.
-    """
+    """A normal distribution over the logarithms of the settings' times; the planner's predictions are its mean."""
 
     def __init__(self, forecast_ms: Mapping[Setting, float], places: Places, lessons: Iterable[Lesson] = ()) -> None:
         self.settings = list(forecast_ms)
@@ -76,22 +72,23 @@ class Belief:
 
     def gain(self, incumbent: Setting, challenger: Setting) -> tuple[float, float]:
         """Mean and standard deviation of a challenger's gain."""
-        i, j = self._at[incumbent], self._at[challenger]
-        variance = self._covariance[i, i] + self._covariance[j, j] - 2 * self._covariance[i, j]
-        return float(self._mean[i] - self._mean[j]), math.sqrt(max(float(variance), 1e-12))
+        mean, sd = self._gains(incumbent)
+        return float(mean[self._at[challenger]]), float(sd[self._at[challenger]])
 
     def improvements(self, incumbent: Setting) -> Array:
         """Expected improvement of every setting over the incumbent, in the order of `settings`."""
-        i = self._at[incumbent]
-        mean = self._mean[i] - self._mean
-        variance = self._covariance[i, i] + np.diag(self._covariance) - 2 * self._covariance[i]
-        sd = np.sqrt(np.maximum(variance, 1e-12))
+        mean, sd = self._gains(incumbent)
         z = mean / sd
         density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
         share = 0.5 * (1 + np.array([math.erf(one / math.sqrt(2)) for one in z]))
         found: Array = sd * density + mean * share
-        found[i] = 0.0
+        found[self._at[incumbent]] = 0.0
         return found
+
+    def _gains(self, incumbent: Setting) -> tuple[Array, Array]:
+        i = self._at[incumbent]
+        variance = self._covariance[i, i] + np.diag(self._covariance) - 2 * self._covariance[i]
+        return self._mean[i] - self._mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def _fold(self) -> None:
         self._mean: Array = self._prior.copy()
@@ -109,15 +106,13 @@ class Belief:
 
     def _likeliest(self) -> float:
         """The candidate under which the units' gains are most likely; the usual one is a bit more likely before."""
-        i = np.array([one.incumbent for one in self._lessons])
-        j = np.array([one.challenger for one in self._lessons])
-        noise = np.diag([one.variance for one in self._lessons])
-        gains = np.array([one.gain for one in self._lessons]) - (self._prior[i] - self._prior[j])
+        i, j, seen, noise = map(np.array, zip(*(astuple(one) for one in self._lessons), strict=True))
+        gains = seen - (self._prior[i] - self._prior[j])
         alike = self._alike
         shared = alike[np.ix_(i, i)] + alike[np.ix_(j, j)] - alike[np.ix_(i, j)] - alike[np.ix_(j, i)]
 
         def likelihood(error: float) -> float:
-            covariance = error**2 * shared + noise
+            covariance = error**2 * shared + np.diag(noise)
             _, determinant = np.linalg.slogdet(covariance)
             fit = float(gains @ np.linalg.solve(covariance, gains))
             return -0.5 * (fit + float(determinant)) - abs(math.log(error / _EXPECTED))

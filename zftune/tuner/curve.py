@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from zftune.store.types import Curve, CurvePoint, KnobChange
@@ -14,27 +13,23 @@ MOST_POINTS = 256
 _MOST_CHANGES = 256
 
 
-@dataclass(slots=True)
 class _Bucket:
     """Consecutive steps: the last, how many were seen, and each figure's sum with the number of steps that it is of."""
 
-    last: int = 0
-    steps: int = 0
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.last = self.steps = 0
+        self.sums, self.known = Counter[str](), Counter[str]()
 
-    def add(self, name: str, value: float | None, count: int = 1) -> None:
-        if value is not None:
-            total, known = self.sums.get(name, (0.0, 0))
-            self.sums[name] = total + value * count, known + count
+    def add(self, count: int = 1, **figures: float | None) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self.sums[name] += value * count  # type: ignore[assignment]
+                self.known[name] += count
 
     def join(self, other: _Bucket) -> None:
         self.last, self.steps = max(self.last, other.last), self.steps + other.steps
-        for name, (total, known) in other.sums.items():
-            self.add(name, total / known, known)
-
-    def point(self) -> CurvePoint:
-        means = {name: total / known for name, (total, known) in self.sums.items()}
-        return CurvePoint(self.last, self.steps, **means)
+        self.sums.update(other.sums)
+        self.known.update(other.known)
 
 
 class CurveBuilder:
@@ -69,15 +64,14 @@ class CurveBuilder:
             self._last = step
             bucket = self._bucket(step)
             bucket.steps += 1
-            bucket.add("step_ms", step_ms)
-            bucket.add("coverage", coverage)
+            bucket.add(step_ms=step_ms, coverage=coverage)
 
     def loss(self, step: int, loss: float) -> None:
         with self._lock:
             if self._first is None and step <= self._last:  # a run that is gone on with; its step is heard of later
                 self._forget(step)
                 self._last = step - 1
-            self._bucket(step).add("loss", loss)
+            self._bucket(step).add(loss=loss)
 
     def change(self, step: int, knobs: Mapping[str, Any]) -> None:
         """Take knobs that hold from a step on. What was known of it and of later steps is forgotten: it comes again."""
@@ -93,26 +87,30 @@ class CurveBuilder:
                 if first is not None and point.step >= first:
                     break
                 self._last = max(self._last, point.step)
-                known = _Bucket(point.step, point.steps)
-                for name in ("step_ms", "loss", "coverage"):
-                    known.add(name, getattr(point, name), max(1, point.steps))
-                self._bucket(point.step).join(known)
+                bucket = self._bucket(point.step)
+                bucket.steps += point.steps
+                bucket.add(max(1, point.steps), step_ms=point.step_ms, loss=point.loss, coverage=point.coverage)
             since, self._changes = tuple(self._changes), deque(maxlen=_MOST_CHANGES)
             for change in (*(one for one in curve.changes if first is None or one.step < first), *since):
                 self._change(change)
 
     def curve(self) -> Curve:
         with self._lock:
-            points = (bucket.point() for _, bucket in sorted(self._buckets.items()))
+            points = (
+                CurvePoint(one.last, one.steps, **{name: total / one.known[name] for name, total in one.sums.items()})
+                for _, one in sorted(self._buckets.items())
+            )
             return Curve(tuple(points), tuple(self._changes))
 
     def _bucket(self, step: int) -> _Bucket:
         self.version += 1
-        at = step // self._stride
-        if at not in self._buckets and len(self._buckets) >= MOST_POINTS:
-            self._thin()
-            at = step // self._stride
-        found = self._buckets.setdefault(at, _Bucket())
+        while step // self._stride not in self._buckets and len(self._buckets) >= MOST_POINTS:
+            self._stride *= 2
+            thinned: dict[int, _Bucket] = {}
+            for at, bucket in self._buckets.items():
+                thinned.setdefault(at // 2, _Bucket()).join(bucket)
+            self._buckets = thinned
+        found = self._buckets.setdefault(step // self._stride, _Bucket())
         found.last = max(found.last, step)
         return found
 
@@ -121,15 +119,6 @@ class CurveBuilder:
             self._changes.pop()
         if not self._changes or self._changes[-1].knobs != change.knobs:
             self._changes.append(change)
-
-    def _thin(self) -> None:
-        """Double the stride until half of the points are free."""
-        while len(self._buckets) > MOST_POINTS // 2:
-            self._stride *= 2
-            thinned: dict[int, _Bucket] = {}
-            for at, bucket in self._buckets.items():
-                thinned.setdefault(at // 2, _Bucket()).join(bucket)
-            self._buckets = thinned
 
     def _forget(self, step: int) -> None:
         self._buckets = {at: bucket for at, bucket in self._buckets.items() if bucket.last < step}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import weakref
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from zenflow import ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.store.account import Account, Count, Counter
+from zftune.background import Background
+from zftune.store.account import Count, Counter
 from zftune.store.location import meant_by
 from zftune.tuner.evidence import Gain
 from zftune.tuner.executor import Executor, TuningContext, live_search
@@ -22,7 +22,6 @@ from zftune.tuner.search import Search
 from zftune.tuner.setup import SINGLE_RANK, Prepared, Reader, TuneRequest, WarmupStats, WorldInfo, prepare
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
-from zftune.tuner.worker import Background
 
 if TYPE_CHECKING:
     from zftune.store.store import Store
@@ -36,17 +35,14 @@ Said = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What a tuner has seen at its end."""
+    """What a tuner has seen at its end, since it was attached; its search begins after so many steps, at least."""
 
     steps: int
-    """That were taken since it was attached."""
     begins: int
-    """Steps before its search begins, at least."""
     over: bool
     given_up: bool
     remarks: tuple[Remark, ...]
     count: Count
-    """Of this process since it was attached."""
     incumbent: Setting | None
     gain: Gain | None
 
@@ -55,26 +51,17 @@ class SearchDriver:
     """The interface of drivers, and the one that never begins a search. No method waits but the last two."""
 
     asks_daemon = False
+    registered = False
+    """Whether the daemon has answered for the training."""
+    begun = False
+    """Whether the search is being made, or is there."""
     search: Search | None = None
     """None: it is not in this process, or there is none."""
     run_id: str | None = None
     """In the store; None: it is not this process that writes it down, or nothing is."""
 
-    def count_by(self, counter: Counter) -> None:
-        """Take the counter of the run, before anything else."""
-
-    def prepare(self, seen: WarmupStats) -> None:
-        """Make the search of a training that warmed up, in a thread."""
-
-    @property
-    def registered(self) -> bool:
-        """Whether the daemon has answered for the training."""
-        return False
-
-    @property
-    def begun(self) -> bool:
-        """Whether the search is being made, or is there."""
-        return False
+    def prepare(self, seen: WarmupStats, counter: Counter) -> None:
+        """Make the search of a training that warmed up, in a thread; `counter` is that of the run."""
 
     def live(self, scene: TuningContext) -> Executor | None:
         """The search in a training, once it is there; None: not yet. Raises what making it raised."""
@@ -102,7 +89,6 @@ class _OwnStore:
             self._opening.join(_OPEN_S)
 
     def __call__(self) -> Store:
-        """It, once it is open."""
         self._opening.join(_OPEN_S)
         return self._opening.result
 
@@ -115,6 +101,7 @@ _preparations: list[tuple[weakref.ref[LocalDriver], Background[Prepared], _OwnSt
 """Of drivers that have not ended, with the process that each is of."""
 
 
+@atexit.register  # before a tuner asks for the same: these are called in reverse
 def close_thrown_away() -> None:
     """Close what thrown-away trainings have left open; before the next search, or where the process ends."""
     for entry in [one for one in _preparations if one[0]() is None]:
@@ -132,19 +119,8 @@ def close_thrown_away() -> None:
             _logger.exception("What an earlier training has left could not be closed.")
 
 
-@functools.cache
-def _close_at_exit() -> None:
-    """Once, before a tuner asks for the same: these are called in reverse."""
-    atexit.register(close_thrown_away)
-
-
 class LocalDriver(SearchDriver):
-    """Searches in this process.
-
-    Args:
-        store: where runs and presets are remembered; None: the user's own; False: nowhere.
-        name: of the model; None: that of its class.
-    """
+    """Searches in this process; `store` remembers runs and presets: None: the user's own; False: nothing does."""
 
     def __init__(
         self,
@@ -162,31 +138,22 @@ class LocalDriver(SearchDriver):
         self._reader = Reader(optimizer, wishes, remembered=self._open is not None, company=company, name=name)
         self._preparing: Background[Prepared] | None = None
         self._prepared: Prepared | None = None
-        self._counter: Counter | None = None
         self._told: set[Said] = set()
-        _close_at_exit()
 
-    def count_by(self, counter: Counter) -> None:
-        self._counter = counter
-
-    def prepare(self, seen: WarmupStats) -> None:
-        # Not this, or the thread would keep it.
-        reader, opened, counter = self._reader, self._open, self._counter
+    def prepare(self, seen: WarmupStats, counter: Counter) -> None:
+        self.begun = True
+        reader, opened = self._reader, self._open  # not this, or the thread would keep it
 
         def work() -> Prepared:
             close_thrown_away()  # its run may be the one to be resumed
             store = None if opened is None else opened()
             prepared = prepare(reader.facts(seen), store)
-            if prepared.recorder is not None and counter is not None:
+            if prepared.recorder is not None:
                 prepared.recorder.follow(lambda: counter.count)  # from now on a kill loses nothing of it
             return prepared
 
         self._preparing = Background(work, "zftune-prepare", self._clock, self._preparing_s)
         _preparations.append((weakref.ref(self), self._preparing, self._own_store, os.getpid()))
-
-    @property
-    def begun(self) -> bool:
-        return self._preparing is not None
 
     def live(self, scene: TuningContext) -> Executor | None:
         if self._preparing is None or not self._preparing.done:
@@ -199,9 +166,9 @@ class LocalDriver(SearchDriver):
         return live_search(scene, prepared.search, recorder=prepared.recorder)
 
     def said(self) -> list[Said]:
-        recording = None if self._prepared is None else self._prepared.recording
-        wrong = [] if recording is None else recording.wrong
-        found = [*((logging.INFO, one) for one in self._reader.notices), *((logging.WARNING, one) for one in wrong)]
+        prepared, found = self._prepared, [(logging.INFO, one) for one in self._reader.notices]
+        for part in () if prepared is None else (prepared.recording, prepared.recorder):
+            found += [(logging.WARNING, one) for one in part.notices] if part is not None else []
         new = [one for one in dict.fromkeys(found) if one not in self._told]
         self._told.update(new)
         return new
@@ -213,12 +180,11 @@ class LocalDriver(SearchDriver):
             if self._preparing.done and not self._preparing.failed:
                 self._take(self._preparing.result)
                 self._preparing.result.search.stop("The tuning ended before its search began.")
-        prepared, search = self._prepared, self.search
+        prepared, search, count = self._prepared, self.search, ended.count
+        if prepared is not None and prepared.recorder is not None and prepared.recorder.account.process:
+            count = prepared.recorder.account.total
         if search is not None or not (ended.given_up or ended.steps == 0):  # else its reason was logged
             over = ended.over or ended.given_up
-            recorder = None if prepared is None else prepared.recorder
-            account = Account() if recorder is None else recorder.account
-            count = ended.count if not account.process else account.total
             yield conclusion(search, count, steps=ended.steps, begins=ended.begins, over=over)
         for remark in ended.remarks:
             if search is not None:

@@ -2,7 +2,7 @@
 
 A block is a number of whole windows, at least as long as a selection period. Its value is the logarithm of the mean
 step, in which a plain step counts for at most `CAP` medians: a rare hiccup says nothing about a setting. Steps that
-select or exchange columns count in full, since they are part of what the setting costs.
+select or exchange columns count in full, and so does the wait of each window: they are what the setting costs.
 
 Adoption is a sequential test of "not faster": the ratio of likelihoods of a half-normal mixture over gains and of no
 gain has an expectation of at most 1 whenever it is looked at, so it may be looked at after every unit. The j-th
@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 BLOCK_STEPS = 16
 """Of a block, at least: a selection period."""
@@ -33,20 +34,22 @@ def block_steps(interval: int, wanted: int = BLOCK_STEPS) -> int:
     return interval * -(-min(MOST_BLOCK_STEPS, max(BLOCK_STEPS, wanted)) // interval)
 
 
-def block_value(steps_ms: Sequence[float], moves: Sequence[bool] = ()) -> float:
-    """Logarithm of the winsorised mean step in ms; `moves` marks steps that selected or exchanged columns."""
-    most = CAP * statistics.median(steps_ms)
-    flags = moves or (False,) * len(steps_ms)
-    return math.log(statistics.fmean(ms if full else min(ms, most) for ms, full in zip(steps_ms, flags, strict=True)))
+def block_value(steps_ms: Sequence[float], moves: Sequence[bool] = (), window: int = 1) -> float:
+    """Logarithm of the winsorised mean step in ms; `moves` marks steps that selected or exchanged columns.
+
+    Medians are over all steps, or over those of one place in each `window` where these are longer: there it waits.
+    """
+    middle, flags = statistics.median(steps_ms), moves or (False,) * len(steps_ms)
+    usual = [max(middle, statistics.median(steps_ms[at::window])) for at in range(min(window, len(steps_ms)))]
+    most = (CAP * usual[at % window] for at in range(len(steps_ms)))
+    kept = (ms if full else min(ms, cap) for ms, full, cap in zip(steps_ms, flags, most, strict=True))
+    return math.log(statistics.fmean(kept))
 
 
-def block_values(steps_ms: Sequence[float], moves: Sequence[bool], size: int) -> list[float]:
+def block_values(steps_ms: Sequence[float], moves: Sequence[bool], size: int, window: int = 1) -> list[float]:
     """Values of consecutive blocks of `size` steps; a remainder at the end joins the last block."""
-    count = max(1, len(steps_ms) // size)
-    ends = [*(size * block for block in range(1, count)), len(steps_ms)]
-    return [
-        block_value(steps_ms[begin:end], moves[begin:end]) for begin, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    cuts = [*range(0, size * max(1, len(steps_ms) // size), size), len(steps_ms)]
+    return [block_value(steps_ms[begin:end], moves[begin:end], window) for begin, end in pairwise(cuts)]
 
 
 @dataclass(slots=True)
@@ -87,13 +90,9 @@ class Gain:
         return cls(1.0 - left, left * error)
 
     @property
-    def beyond_noise(self) -> bool:
-        """Whether the two differ by more than noise explains."""
-        return abs(self.share) > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
-
-    @property
     def holds(self) -> bool:
-        return self.share > 0 and self.beyond_noise
+        """Whether noise does not explain it."""
+        return self.share > ERRORS * self.error + 1e-9  # simulated times have rounding errors alone
 
     def __str__(self) -> str:
         return f"{100 * self.share:.1f} +/- {200 * self.error:.1f}%"

@@ -10,20 +10,25 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from zenflow import ConfigError, HostMemoryError, StepStats, ZenFlowConfig
+from zenflow import ConfigError, Device, HostMemoryError, StepStats, ZenFlowConfig
+from zenflow.device import Transfer
 from zenflow.errors import HostThreadsError, RankError
 from zenflow.optimizer import ZenFlowOptimizer
-from zftune.quality import at_full_rate, movement_percent, rate_at_full, rates
+from zftune.emulation import EmulatedAccelerator
+from zftune.emulation.lateness import LateDisturbance
+from zftune.errors import BadInputError
+from zftune.quality import LossGuard, at_full_rate, movement_percent, rate_at_full, rates, went_wrong
 from zftune.store.account import Counter
+from zftune.telemetry import NvmlSampler
+from zftune.telemetry.disturbance import GpuDisturbance
 from zftune.tuner.evidence import Gain, block_value
-from zftune.tuner.guard import Losses
 from zftune.tuner.pace import Pace
 from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search
@@ -37,6 +42,7 @@ Change = Callable[[int, Mapping[str, Any]], None]
 REFUSALS = (ConfigError, HostMemoryError, HostThreadsError, RankError, MemoryError, torch.OutOfMemoryError)
 """Of knobs: nothing has changed then, and the training goes on."""
 _INTERVAL = 4  # S where the configuration leaves it to the runtime
+_MOST_EARLY = 512
 _KEPT_STEPS = 32
 """Of the incumbent: by their mean a challenger's cost is counted."""
 _logger = logging.getLogger("zftune")
@@ -44,10 +50,9 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a requested change."""
+    """The result of a requested change; `step`: after which the knobs hold, 0: from the first on, None: they do not."""
 
     step: int | None = None
-    """After which the knobs hold, 0 where that is before the first; None: nothing has changed."""
     refused: str = ""
     void: str = ""
 
@@ -78,18 +83,15 @@ def leave_tried(
     on_change: Change | None,
     agree: Callable[[Mapping[str, Any]], Verdict | None] | None = None,
 ) -> str:
-    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it.
-
-    `agree` changes knobs where all ranks do, else returns None; without it they are changed at once. Returns a sentence
-    for the log; "": none were tried.
+    """Leave settings that were being tried when the loaded state was saved; with several ranks all call it, and `agree`
+    changes knobs where all do, else returns None. Returns a sentence; "": none were tried.
     """
     kept, config = optimizer.kept_knobs, optimizer.config
-    verdict = None if kept is None else agree(kept) if agree else change_knobs(optimizer, kept)
-    if verdict is None or kept is None:
-        return ""
-    if verdict.step is None:
+    verdict = None if kept is None else (agree or partial(change_knobs, optimizer))(kept)
+    if verdict is not None and verdict.step is None:
         optimizer.kept_knobs = None
         _logger.warning("The settings that the checkpoint was saved with stay: %s.", verdict.refused)
+    if verdict is None or verdict.step is None or kept is None:
         return ""
     optimizer.kept_knobs = kept  # they are not what the user asks for
     if on_change is not None:
@@ -111,7 +113,7 @@ class Changes:
         self._verdict = change_knobs(self._optimizer, knobs)
 
     def verdict(self) -> Verdict | None:
-        """The result of the last request, once; None: not known yet."""
+        """The result of the last request, once; None: not yet."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
@@ -123,48 +125,82 @@ class Changes:
         return ()
 
 
-class UnmeasuredCounter:
-    """Counts the steps that belong to no measurement, in order."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        self.seconds = 0.0
-        self._changes: list[tuple[int, bool]] = []
-        self._counted = UnmeasuredSteps()
-
-    def change(self, step: int, *, challenges: bool) -> None:
-        """Knobs change after `step`, which closes a window and moves columns."""
-        begin = step if challenges else step + 1
-        self._changes = [change for change in self._changes if change[0] < begin]
-        self._changes.append((begin, challenges))
-
-    def forget_changes(self) -> None:
-        """Steps are numbered otherwise from here on, and have the incumbent's knobs until they change."""
-        self._changes = []
-
-    def add(self, step: int, step_ms: float) -> bool:
-        seconds, counted = step_ms / 1e3, self._counted
-        self.steps.append(step)
-        self.seconds += seconds
-        begun = [challenges for begin, challenges in self._changes if begin <= step]
-        late = bool(begun) and begun[-1]
-        if late:
-            self._counted = replace(counted, late_s=counted.late_s + seconds, late_steps=counted.late_steps + 1)
-        else:
-            self._counted = replace(counted, seconds=counted.seconds + seconds)
-        del self._changes[: max(0, len(begun) - 1)]
-        return late
-
-    def taken(self) -> UnmeasuredSteps:
-        found, self._counted = self._counted, UnmeasuredSteps()
-        return found
-
-
 def waited_ms() -> float | None:
     """How long this thread has waited for a core so far, by the kernel's count; None: it is not counted here."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e6
     except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
+        return None
+
+
+Watch = GpuDisturbance | LateDisturbance
+
+
+def disturbance_of(device: Device, *, sampled: bool = True) -> Watch | None:
+    """The watch over measurements on a device; `sampled=False` where the daemon samples its GPU."""
+    if isinstance(device, EmulatedAccelerator):
+        return LateDisturbance(device)
+    uuid = gpu_uuid(device.torch_device) if sampled else None
+    if uuid is None:
+        return None
+    sampler = NvmlSampler()
+    sampler.start()
+    return GpuDisturbance(sampler, uuid)
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """Of a GPU; None for other devices, and where torch does not tell it."""
+    uuid = None if device.type == "cpu" else getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+class Losses:
+    """Takes losses and gives them to a guard once they have arrived."""
+
+    def __init__(self, device: Device, guard: LossGuard) -> None:
+        self._device, self._guard = device, guard
+        self._waiting: deque[tuple[int, torch.Tensor | float, Transfer | None]] = deque()
+        early: deque[tuple[int, float]] = deque(maxlen=_MOST_EARLY)
+        self._early = early
+        self._hear: Callable[[int, float], None] = lambda step, loss: early.append((step, loss))
+
+    def listen(self, hear: Callable[[int, float], None]) -> None:
+        """Call `hear` with each step and its loss, the last of those that have arrived before, too."""
+        self._hear = hear
+        while self._early:
+            hear(*self._early.popleft())
+
+    def add(self, step: int, loss: torch.Tensor | float) -> None:
+        """Take a loss, a scalar on any device or a number; does not wait for the device. Raises BadInputError: it is
+        more than one number.
+        """
+        arrived: torch.Tensor | float
+        transfer = None
+        if not isinstance(loss, torch.Tensor):
+            arrived = float(loss)
+        elif loss.numel() != 1:
+            raise BadInputError(f"loss has the shape {tuple(loss.shape)}; it must be a scalar")
+        elif loss.device.type == "cpu":
+            arrived = float(loss.item())  # it is there already
+        elif loss.device != self._device.torch_device:
+            arrived = loss.detach().reshape(1).clone()
+        else:
+            arrived = self._device.host_empty((1,), loss.dtype)
+            transfer = self._device.d2h(loss.detach().reshape(1), arrived)
+        self._waiting.append((step, arrived, transfer))
+
+    def forget(self) -> None:
+        self._waiting.clear()
+        self._guard.forget()
+
+    def judge(self) -> str | None:
+        """Look at the losses that have arrived; a sentence where training goes wrong, else None."""
+        while self._waiting and (self._waiting[0][2] is None or self._waiting[0][2].done()):
+            step, arrived, _ = self._waiting.popleft()
+            loss = float(arrived)
+            self._hear(step, loss)
+            if (reason := self._guard.add(loss)) is not None:
+                return went_wrong(step, reason)
         return None
 
 
@@ -198,7 +234,6 @@ class Block:
     """What other processes took of each of them; shorter where that is not known of all."""
     pinning: bool = False
     """Whether nothing is measured before the window's end, since host memory was being pinned."""
-    between: UnmeasuredSteps = field(default_factory=UnmeasuredSteps)
 
     @property
     def begun(self) -> bool:
@@ -218,10 +253,9 @@ class TuningContext:
     tokens: int
     since: int = 0
     """After which step the present knobs hold; 0: since the training began."""
-    disturbance: Callable[[], str | None] = lambda: None
+    disturbance: Callable[[], str | None] | None = None
     """Called at the end of a measurement: why it does not count, or None. What came before is over then."""
     losses: Losses | None = None
-    """With a guard over them; None: there is none."""
     on_change: Change | None = None
     counter: Counter | None = None
     """Counts what the run takes; None: the search has its own."""
@@ -230,11 +264,7 @@ class TuningContext:
 
 
 class Executor:
-    """Measures what a worker requests.
-
-    Args:
-        start: the setting that the search begins from: where training goes wrong, it is set again.
-    """
+    """Measures what a worker requests; where training goes wrong, it sets `start`, which the search began from."""
 
     def __init__(self, scene: TuningContext, worker: SearchWorker, *, start: Setting, incumbent: Setting) -> None:
         self._optimizer = optimizer = scene.optimizer
@@ -245,20 +275,22 @@ class Executor:
         """The best setting so far, as of the last answer."""
         self.gain: Gain | None = None
         """Of it over what the search began from, or over what had to take its place; None: it is one of these."""
-        self.outside = UnmeasuredCounter()
+        self.unmeasured = UnmeasuredSteps()
+        """Since the last outcome."""
+        self._runs: list[tuple[int, bool]] = []
+        """From which step on another setting than the incumbent runs, or the incumbent."""
         self.losses = scene.losses
         if self.losses is not None:
             self.losses.listen(worker.hear_loss)
         self._start, self._tokens, self._worker = start, scene.tokens, worker
-        self._disturbance, self._on_change = scene.disturbance, scene.on_change
+        self._disturbance, self._on_change = scene.disturbance or (lambda: None), scene.on_change
         self._changes = scene.changes or Changes(optimizer)
         self._handed = False
         """Whether the worker chooses the next request."""
         self._waited_ms = None if optimizer.device.clock.simulated else waited_ms()
         self._taken_ms: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
         """What other processes took from the training thread, by step."""
-        self._applied = self._in_force()
-        """None: windows have no known length."""
+        self._applied = Setting.known(optimizer.config)
         self._from = self._seen = optimizer.steps
         if scene.since and self._applied is not None:
             worker.applied(scene.since, self._applied)
@@ -268,10 +300,6 @@ class Executor:
         """The last steps that it took, measured or not."""
         self._incumbent_step_s: float | None = None
         """Duration of the incumbent's step when the last challenger began."""
-
-    def _in_force(self) -> Setting | None:
-        config = self._optimizer.config
-        return None if config.update_interval == "auto" else Setting.of(config)
 
     @property
     def request(self) -> Request | None:
@@ -288,12 +316,11 @@ class Executor:
 
     @property
     def gain_share(self) -> float:
-        """Share of the step time that counts as saved; 0 where there is no gain."""
         return 0.0 if self.gain is None else self.gain.share
 
-    def log_loss(self, loss: torch.Tensor | float) -> None:
+    def log_loss(self, step: int, loss: torch.Tensor | float) -> None:
         if self.losses is not None and not self.over:
-            self.losses.add(self._optimizer.steps, loss)
+            self.losses.add(step, loss)
 
     def log_tokens(self, tokens: int) -> None:
         if tokens != self._tokens:
@@ -302,9 +329,7 @@ class Executor:
         self._tokens = tokens
 
     def stop(self, reason: str, *, restores: bool = True) -> None:
-        """End the search early (`reason` "": the training has ended); set the incumbent's knobs, unless `restores` is
-        False.
-        """
+        """End the search early (`reason` "": the training has ended), and set the incumbent's knobs if `restores`."""
         self.close()
         if not self.over:
             self._worker.stop(reason)
@@ -316,32 +341,28 @@ class Executor:
         self._worker.close()
 
     def resume_from_saved(self) -> None:
-        """Call it after the first step of a state that was loaded: the incumbent's knobs are set in it.
-
-        What is measured is given up, and a change that was on its way has gone with the state that it was for.
+        """After the first step of a state that was loaded: set the incumbent's knobs in it. What is measured is given
+        up; a change that was on its way has gone with the state that it was for.
         """
         self._from = self._seen = self._optimizer.steps - 1
-        self._applied = self._in_force()
-        self.outside.forget_changes()
+        self._applied = Setting.known(self._optimizer.config)
+        self._runs = []  # steps are numbered otherwise from here on
         if self.request is None:
             self.state = Over() if self.over else Resting()
             self._restore()
         else:
-            outcome = self._void("a saved state was loaded")
+            outcome = self._outcome("void", "a saved state was loaded")
             self.state = Resting()
             self._hand(replace(outcome, called_off=True))
 
     def on_step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Call it after each step, with its loss, a scalar on any device; whether the search goes on.
-
-        When it ends, the incumbent's knobs are set.
-        """
+        """After each step, with its loss, a scalar on any device; whether the search goes on."""
         if self._counts_steps:
             self.counter.step(self._optimizer.device.clock.now(), 1, self._tokens)
         if self.over:
             return False
         if loss is not None:
-            self.log_loss(loss)
+            self.log_loss(self._optimizer.steps, loss)
         wrong = None if self.losses is None else self.losses.judge()
         if wrong is not None:
             self.go_back(wrong)
@@ -354,10 +375,9 @@ class Executor:
             self._seen = stats.step
             self._worker.observe(stats)
             self._take(stats)
-            self._stay(stats)
         recounted, self._recounted = self._recounted, False
         if recounted and self.request is not None:  # not all steps of the measurement are of one size
-            self._hand(self._void("the tokens of a step have changed"))
+            self._hand(self._outcome("void", "the tokens of a step have changed"))
         self._give_up()
         if self.request is None and not self._handed:
             self._hand(None)
@@ -376,40 +396,31 @@ class Executor:
         self._adopt(answer.incumbent, answer.gain)
         request = answer.request
         if request is None:
-            self._worker.idle(self.outside.taken())
             self._end()
             return
         if request.role not in OF_INCUMBENT:  # beside other work its times change: the newest whole windows count
-            newest, interval = list(self._of_incumbent_ms), self.incumbent.update_interval
-            whole = newest[: len(newest) // interval * interval]
-            newest_ms = math.exp(block_value(whole)) if len(whole) >= LEAST_STEPS else request.incumbent_step_ms
+            interval, newest_ms = self.incumbent.update_interval, request.incumbent_step_ms
+            whole = list(self._of_incumbent_ms)[: len(self._of_incumbent_ms) // interval * interval]
+            if len(whole) >= LEAST_STEPS:
+                newest_ms = math.exp(block_value(whole, window=interval))
             self._incumbent_step_s = newest_ms / 1e3 if newest_ms else None
         self._ask(request.setting, request)
 
     def _adopt(self, incumbent: Setting, gain: Gain | None) -> None:
         (before, self.incumbent), self.gain = (self.incumbent, incumbent), gain
-        changes = incumbent.differences(before)
-        if not changes:
-            return
-        self._of_incumbent_ms.clear()
-        saves = f", which saves {gain} of the step time" if gain is not None and gain.share > 0 else ""
-        _logger.info("zftune sets the best settings so far: %s%s.", changes, saves)
+        if changes := incumbent.differences(before):
+            self._of_incumbent_ms.clear()
+            saves = f", which saves {gain} of the step time" if gain is not None and gain.share > 0 else ""
+            _logger.info("zftune sets the best settings so far: %s%s.", changes, saves)
 
     def _ask(self, setting: Setting, request: Request | None = None) -> None:
         """Change knobs; where they run already, wait for the window's end: to watch a training is not to alter it."""
         is_pending = self._from > self._optimizer.steps  # they hold from the next step on
-        stays = setting == self._applied and (is_pending or setting == self._in_force())
+        stays = setting == self._applied and (is_pending or setting == Setting.known(self._optimizer.config))
         self.state = Changing(setting, request, stays)
         if not stays:
             self._changes.ask(setting.knobs())
             self._settle()
-
-    def _stay(self, stats: StepStats) -> None:
-        """The knobs stay, and what is measured begins with the next window, once this step has closed one."""
-        changing = self.state
-        of_these = stats.step > self._from  # a whole window of theirs: that step closed one of other knobs
-        if isinstance(changing, Changing) and changing.stays and stats.closed and of_these:
-            self._begin(changing, stats.step)
 
     def _begin(self, changing: Changing, step: int) -> None:
         """The knobs hold after a step: measure under them where that is still wanted."""
@@ -427,33 +438,34 @@ class Executor:
             return
         if verdict.step is not None:
             self._applied = changing.setting
-            self.outside.change(verdict.step, challenges=changing.setting != self.incumbent)
+            challenges = changing.setting != self.incumbent
+            first = verdict.step if challenges else verdict.step + 1  # that step closes a window and moves columns
+            self._runs = [*(run for run in self._runs if run[0] < first), (first, challenges)]
             self._begin(changing, verdict.step)
+            if isinstance(self.state, Block) and not self.state.request.discard:
+                self.state = replace(changing, stays=True)  # too fast: its first window waits for none before it
             if self._on_change is not None:
                 self._on_change(verdict.step or 1, changing.setting.knobs())
-        elif changing.request is not None:
-            between, reason = self.outside.taken(), verdict.refused or verdict.void
-            status: Literal["crashed", "void"] = "crashed" if verdict.refused else "void"
-            self.state = Resting()
-            self._hand(Outcome(status, tokens=self._tokens, reason=reason, between=between))
-            return
         else:
             self.state = Resting()
-        if verdict.refused:
+        if verdict.step is None and changing.request is not None:
+            self._hand(self._outcome("crashed" if verdict.refused else "void", verdict.refused or verdict.void))
+        elif verdict.refused:
             _logger.warning("The settings %s stay: they could not be changed (%s).", self._applied, verdict.refused)
         elif changing.request is None and (verdict.void or self._applied != self.incumbent):
             self._restore()  # it was given up meanwhile
 
     def _take(self, stats: StepStats) -> None:
-        """Count a step, and hand over the outcome of the request where it is over."""
+        """Count a step; measured ones begin with the window after it, or end with it."""
         block, step_ms = self.state, stats.step_ms or 0.0
         if not isinstance(block, Block) or stats.step <= self._from or self._is_made_ready(block, stats):
-            self._count("change", step_ms, challenges=self.outside.add(stats.step, step_ms))
+            self._count("change", step_ms, challenges=self._pass_unmeasured(stats.step, step_ms / 1e3))
+            # The knobs stay, and it has closed a whole window of theirs: step `_from` closed one of other knobs.
+            if isinstance(block, Changing) and block.stays and stats.closed and stats.step > self._from:
+                self._begin(block, stats.step)
             return
         request = block.request
         self._count("measurement", step_ms, challenges=request.role not in OF_INCUMBENT)
-        if not block.begun:
-            block.between = self.outside.taken()
         if len(block.discarded) < request.discard:
             block.discarded.append(step_ms)
             if len(block.discarded) == request.discard:
@@ -466,7 +478,16 @@ class Executor:
                 self._optimizer.device.reset_peak_bytes()  # the setting before had a peak of its own
         if len(block.steps) >= request.steps or request.ends_early(block.discarded, block.steps):
             disturbed = self._disturbance()
-            self._hand(self._outcome(block, "measured" if disturbed is None else "void", disturbed or ""))
+            self._hand(self._outcome("measured" if disturbed is None else "void", disturbed or ""))
+
+    def _pass_unmeasured(self, step: int, seconds: float) -> bool:
+        """Count a step of no measurement; whether another setting than the incumbent ran."""
+        begun = [challenges for first, challenges in self._runs if first <= step]
+        del self._runs[: max(0, len(begun) - 1)]
+        late, counted = bool(begun) and begun[-1], self.unmeasured
+        more = (0.0, seconds, 1) if late else (seconds, 0.0, 0)
+        self.unmeasured = UnmeasuredSteps(*map(sum, zip(astuple(counted), more, strict=True)))
+        return late
 
     def _count(self, part: str, step_ms: float, *, challenges: bool) -> None:
         if challenges:
@@ -483,32 +504,25 @@ class Executor:
         block.pinning = found and (stats.pin_ms > 0 or not stats.closed)
         return found
 
-    def _outcome(self, block: Block, status: Literal["measured", "void"], reason: str) -> Outcome:
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
-        return Outcome(
-            status=status,
+    def _outcome(self, status: Literal["measured", "void", "crashed"], reason: str) -> Outcome:
+        """Of what is measured, or is about to be."""
+        block, optimizer, groups = self.state, self._optimizer, self._optimizer.param_groups
+        between, self.unmeasured = self.unmeasured, UnmeasuredSteps()
+        nothing = Outcome(status, tokens=self._tokens, reason=reason, between=between)
+        if not isinstance(block, Block):
+            return nothing
+        return replace(
+            nothing,
             steps_ms=tuple(block.steps),
             discarded_ms=tuple(block.discarded),
-            tokens=self._tokens,
             moves=tuple(one.coverage_curve is not None or one.churn is not None for one in block.stats),
             taken_ms=tuple(block.taken) if len(block.taken) == len(block.steps) else (),
             device_bytes=optimizer.device.peak_bytes(),
-            host_bytes=sum(v for use, v in optimizer.host_bytes().items() if use not in ("spare", "peak")),
-            reason=reason,
-            between=block.between,
             pace=Pace.of(block.stats),
             ranks_ms=self._changes.ranks_ms(),
             movement_percent=at_full_rate(movement_percent(block.stats), groups, block.rates),
             movement_rate=rate_at_full(groups, block.rates),
         )
-
-    def _void(self, reason: str) -> Outcome:
-        block = self.state
-        if not isinstance(block, Block):
-            return Outcome("void", tokens=self._tokens, reason=reason, between=self.outside.taken())
-        if not block.begun:
-            block.between = self.outside.taken()
-        return self._outcome(block, "void", reason)
 
     def _hand(self, outcome: Outcome | None) -> None:
         if isinstance(self.state, Block):
@@ -521,14 +535,12 @@ class Executor:
 
     def _give_up(self) -> None:
         recall = self._worker.recall()
-        if recall is None:
-            return
-        if recall.incumbent is not None:
+        if recall is not None and recall.incumbent is not None:
             self._adopt(recall.incumbent, recall.gain)
-        if self.request is None:
+        if recall is not None and self.request is None:
             self._restore()
-        else:
-            self._hand(replace(self._void(recall.reason), called_off=True))
+        elif recall is not None:
+            self._hand(replace(self._outcome("void", recall.reason), called_off=True))
 
     def _restore(self) -> None:
         """Have the incumbent run; a change under way has its verdict first."""
@@ -545,8 +557,6 @@ class Executor:
             if isinstance(changing, Over):
                 self.state = changing
 
-    # --- the end -----------------------------------------------------------------------------------------------------
-
     def _end(self) -> None:
         if isinstance(self.state, Changing) and not self.state.stays:
             self.state = replace(self.state, request=None)
@@ -556,6 +566,7 @@ class Executor:
         self.state = Over()
 
     def go_back(self, reason: str) -> None:
+        """Training goes wrong: end the search with the settings at the start."""
         self._worker.guard(reason)
         self.incumbent, self.gain = self._start, None
         self._end()
@@ -564,9 +575,8 @@ class Executor:
 def live_search(
     scene: TuningContext, search: Search, *, recorder: StoreRecorder | None = None, worker: DeskMaker | None = None
 ) -> Executor:
-    """An executor whose search runs in the process that trains, in a thread unless `worker` is given.
-
-    While a worker thinks, the search is the worker's: read it after `close()`.
+    """An executor whose search runs in the process that trains, in a thread unless `worker` is given; read the search
+    after `close()`.
     """
     search.device_limit_bytes = device_limit(scene.optimizer)
     worker = worker or partial(ThreadWorker, clock=scene.optimizer.device.clock)

@@ -106,8 +106,7 @@ def nothing_adopted(*, measured: bool, tried: int, kinds: Collection[str] = ()) 
 def conclusion(search: Search | None, total: Count, *, steps: int, begins: int, over: bool) -> tuple[int, str]:
     """What a tuner prints at its end, and the level to log it with: a warning if no setting could be tried.
 
-    `steps` are counted since the tuner was attached, `begins` is the least number before the search; `over` is False if
-    the search was given up with a reason; `search` is None if it had not begun.
+    `steps` and `begins`: as of `Ended`; `over` is False if the search was given up with a reason.
     """
     took = f"zftune tuned nothing: the training took {count(steps, 'step')}"
     early = f"{took} and ended before a first measurement, which begins after {begins} steps and some seconds"
@@ -123,25 +122,22 @@ def conclusion(search: Search | None, total: Count, *, steps: int, begins: int, 
         return logging.WARNING, f"{took}, and only the settings that it began with were measured."
     guard = next((sentence(note) for note in search.notes if note.kind == "guard"), "")
     last = sentence(search.notes[-1]) if search.notes and search.notes[-1].kind != "guard" else ""
-    if book.gain is None:
-        kinds = {note.kind for note in search.notes}
-        gained = f"none. {nothing_adopted(measured=measured, tried=tried, kinds=kinds)}."
-    else:
-        over_what = "" if book.reference == start else f" over {reference(str(book.reference))}"
-        gained = f"{book.gain} of the step time{over_what}."
+    nothing = nothing_adopted(measured=measured, tried=tried, kinds={note.kind for note in search.notes})
+    over_what = "" if book.reference == start else f" over {reference(str(book.reference))}"
+    gained = f"none. {nothing}." if book.gain is None else f"{book.gain} of the step time{over_what}."
     lines = [*_kept(book.incumbent.setting, book.gain, total), f"Gain: {gained} {last}".rstrip()]
-    level = logging.WARNING if guard else logging.INFO
-    return level, "\n".join([*lines, *([f"Guard: {guard}"] if guard else [])])
+    lines += [f"Guard: {guard}"] if guard else []
+    return logging.WARNING if guard else logging.INFO, "\n".join(lines)
 
 
 def counted_alone(incumbent: Setting | None, gain: Gain | None, total: Count, record: str | None) -> str:
     """What a training prints at its end whose daemon is gone, from the counts of its own process."""
-    gone = "The daemon does not answer any more"
     if incumbent is None:
-        return f"zftune tuned nothing: no search had begun. {gone}."
+        return "zftune tuned nothing: no search had begun. The daemon does not answer any more."
     kept = "nothing is known to be written down" if record is None else f"its record: zftune explain {record[:8]}"
     gained = "none. Nothing was adopted that this training heard of." if gain is None else f"{gain} of the step time."
-    return "\n".join((*_kept(incumbent, gain, total), f"Gain: {gained}", f"{gone}; {kept}."))
+    gone = f"The daemon does not answer any more; {kept}."
+    return "\n".join((*_kept(incumbent, gain, total), f"Gain: {gained}", gone))
 
 
 def _kept(incumbent: Setting, gain: Gain | None, total: Count) -> tuple[str, str]:

@@ -7,9 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from zenflow import StepStats
+from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates
 from zftune.store.types import Ratios
 
@@ -19,53 +18,10 @@ _BUSY_LINK = 0.05
 """Of a step: where it waits so long for gradients on their way, the link was busy all the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What steps showed of the work that a training has for the device and the host."""
-
-    elements: int
-    busy_ms: float | None
-    """Of a step without its stall; None where there was none that tells."""
-    host_bytes: int
-    host_ms: float
-
-    @classmethod
-    def of(cls, steps: Sequence[StepStats], module: nn.Module) -> Load:
-        busy = [busy_ms(one) for one in steps if one.step_ms and one.stall_ms is not None]
-        return cls(
-            elements=sum(one.numel() for one in module.parameters() if one.requires_grad and one.dim() >= 2),
-            busy_ms=statistics.median(busy) if busy else None,
-            host_bytes=sum(one.host_bytes for one in steps),
-            host_ms=sum(one.host_ms for one in steps),
-        )
-
-
 def busy_ms(step: StepStats) -> float:
     """Of a step without what it waited because of offloading; what ranks wait for each other is in it."""
     offloading = sum(ms for cause, ms in (step.stall_ms or {}).items() if cause != "comm")
     return (step.step_ms or 0.0) - offloading
-
-
-def ratios_of(load: Load, rates: Rates) -> Ratios | None:
-    """Ratios of a training: as its steps show them, and where they do not, as its rates say. None: there are none.
-
-    They are those of the whole model, of ranks that share it of each one's rows, whatever share of it the steps had on
-    the host.
-    """
-    compute_ms = rates.compute_ms if load.busy_ms is None else load.busy_ms
-    elements = load.elements / rates.ranks
-    host_ms = _measured_host(load, rates).host_ms(elements, 1)
-    if not compute_ms > 0:
-        return None
-    found = (host_ms / compute_ms, rates.down_ms(elements) / compute_ms)
-    return Ratios(*found) if all(math.isfinite(one) and one > 0 for one in found) else None
-
-
-def _measured_host(load: Load, rates: Rates) -> Rates:
-    """With the bandwidth that the host's updates had: whatever limited them is in it."""
-    if not load.host_bytes or not load.host_ms > 0:
-        return rates
-    return replace(rates, host_gbps=load.host_bytes / load.host_ms / 1e6, update_gelements_s=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +52,23 @@ class Pace:
     @classmethod
     def median(cls, paces: Sequence[Pace]) -> Pace:
         """Each figure's median of several measurements; None where one of them does not know it."""
-        found: dict[str, float | None] = {}
-        for name in ("busy_ms", "host_gbps", "link_gbps"):
-            values = [getattr(one, name) for one in paces]
-            found[name] = None if None in values else statistics.median(values)
-        return cls(**found)
+        columns = {name: [getattr(one, name) for one in paces] for name in ("busy_ms", "host_gbps", "link_gbps")}
+        return cls(**{name: None if None in them else statistics.median(them) for name, them in columns.items()})
+
+
+def ratios_of(model: ModelFacts, pace: Pace | None, rates: Rates) -> Ratios | None:
+    """Ratios of a training of the whole model, of ranks that share it of each one's rows: by its pace, and where that
+    is not known, by its rates. None: there are none.
+    """
+    pace = pace or Pace()
+    compute_ms = rates.compute_ms if pace.busy_ms is None else pace.busy_ms
+    elements = sum(math.prod(shape) for shape in model.weights if len(shape) >= 2) / rates.ranks
+    if pace.host_gbps is not None:  # whatever limited the host's updates is in it
+        rates = replace(rates, host_gbps=pace.host_gbps, update_gelements_s=None)
+    if not compute_ms > 0:
+        return None
+    found = (rates.host_ms(elements, 1) / compute_ms, rates.down_ms(elements) / compute_ms)
+    return Ratios(*found) if all(math.isfinite(one) and one > 0 for one in found) else None
 
 
 def differs(before: Pace, now: Pace) -> str | None:
@@ -122,10 +90,9 @@ def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
     """
     if before is None:
         return rates
-    compute = _factor(now.busy_ms, before.busy_ms)
-    host = _factor(now.host_gbps, before.host_gbps)
-    arithmetic = rates.update_gelements_s
-    link = 1.0
+    compute = now.busy_ms / before.busy_ms if now.busy_ms and before.busy_ms else 1.0
+    host = now.host_gbps / before.host_gbps if now.host_gbps and before.host_gbps else 1.0
+    arithmetic, link = rates.update_gelements_s, 1.0
     if now.link_gbps is not None:  # both directions change together, as a bus does that is shifted down
         link = now.link_gbps / (before.link_gbps or rates.d2h_gbps)
     return replace(
@@ -137,7 +104,3 @@ def changed(rates: Rates, before: Pace | None, now: Pace) -> Rates:
         d2h_gbps=rates.d2h_gbps * link,
         h2d_gbps=rates.h2d_gbps * link,
     )
-
-
-def _factor(now: float | None, before: float | None) -> float:
-    return now / before if now and before else 1.0

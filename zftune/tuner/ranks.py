@@ -30,8 +30,8 @@ import torch
 from zenflow import ConfigError
 from zenflow.optimizer import ZenFlowOptimizer
 from zftune.errors import BadInputError
+from zftune.quality import went_wrong
 from zftune.tuner.executor import Change, Changes, Verdict, change_knobs, leave_tried
-from zftune.tuner.guard import went_wrong
 from zftune.tuner.setup import WorldInfo
 from zftune.tuner.space import Setting
 
@@ -40,10 +40,8 @@ MOST_TALK_BYTES = 2048
 PATIENCE_S = 60.0
 """How long ranks wait for one that is not there; then they tune no more."""
 _WORD = struct.Struct("<2q?2q")
-_LENGTH = struct.Struct("<q")
 _POLL_S = 0.01
 _VOID = "void"
-_FIRST = 0
 _LATE = 4  # steps of which the last are not measured yet
 _ROUNDS = 64  # whose times are averaged
 _logger = logging.getLogger("zftune")
@@ -51,18 +49,17 @@ _logger = logging.getLogger("zftune")
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
-    """The message of every rank."""
+    """The message of every rank after a step; 0 is "none" or "not known"."""
 
     step: int
-    """That was just taken."""
     acknowledged: int = 0
-    """Number of the proposal that it is ready for; 0: none."""
+    """Number of the proposal that it is ready for."""
     leaves: bool = False
     """Whether nothing is to be tuned any more; its last message."""
     wrong_at: int = 0
-    """Step at which its loss showed that training goes wrong; 0: it does not."""
+    """Step at which its loss showed that training goes wrong."""
     own_us: int = 0
-    """Its newest measured step without its waits in collectives, microseconds; 0: not known."""
+    """Its newest measured step without its waits in collectives, microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +81,18 @@ def fill(room: torch.Tensor, rank: int, word: RankMessage, talk: LeaderMessage |
     """Write a rank's part into a room of zeros; `talk` is rank 0's alone. Raises ValueError if it is too long."""
     whole = room.numpy().data
     _WORD.pack_into(whole, rank * _WORD.size, *astuple(word))
-    if talk is None:
-        return
-    text = json.dumps([talk.number, talk.knobs, talk.keeps]).encode()
+    text = b"" if talk is None else json.dumps([talk.number, talk.knobs, talk.keeps]).encode()
+    if len(text) > MOST_TALK_BYTES:
+        raise ValueError(f"a proposal has {len(text)} bytes, more than {MOST_TALK_BYTES}")
     begin = len(whole) - MOST_TALK_BYTES
-    if len(text) > MOST_TALK_BYTES - _LENGTH.size:
-        raise ValueError(f"a proposal has {len(text)} bytes, more than {MOST_TALK_BYTES - _LENGTH.size}")
-    _LENGTH.pack_into(whole, begin, len(text))
-    whole[begin + _LENGTH.size : begin + _LENGTH.size + len(text)] = text
+    whole[begin : begin + len(text)] = text
 
 
 def read(room: torch.Tensor) -> tuple[list[RankMessage], LeaderMessage]:
     """The messages of all ranks, from a room that all have filled."""
-    whole = room.numpy().data
-    begin = len(whole) - MOST_TALK_BYTES
-    words = [RankMessage(*word) for word in _WORD.iter_unpack(whole[:begin])]
-    (length,) = _LENGTH.unpack_from(whole, begin)
-    return words, LeaderMessage(*json.loads(bytes(whole[begin + _LENGTH.size : begin + _LENGTH.size + length])))
+    whole = room.numpy().tobytes()
+    words, text = whole[:-MOST_TALK_BYTES], whole[-MOST_TALK_BYTES:].rstrip(b"\0")
+    return [RankMessage(*word) for word in _WORD.iter_unpack(words)], LeaderMessage(*json.loads(text))
 
 
 class UnheardError(Exception):
@@ -108,9 +100,8 @@ class UnheardError(Exception):
 
 
 class RankChannel:
-    """Carries messages over torch.distributed's default group; all ranks make it at the same time.
-
-    Waits `patience_s` for an absent rank. Raises BadInputError if not all ranks have come, or cannot be reached.
+    """Carries messages over torch.distributed's default group; all ranks make it at the same time. Raises BadInputError
+    if one has not come after `patience_s`, or cannot be reached.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -190,36 +181,31 @@ def _line(error: Exception) -> str:
 
 
 class KnobConsensus(Changes):
-    """One rank's part in changing knobs. Every step calls `hear` and `say`, on all ranks, until it is over. `on_change`
-    gets every change of this rank.
-    """
+    """One rank's part in changing knobs. Every step calls `hear` and `say`, on all ranks, until it is over."""
 
     def __init__(self, optimizer: ZenFlowOptimizer, exchange: RankChannel, on_change: Change | None = None) -> None:
         super().__init__(optimizer)
-        self.over = False
-        self.reason = ""
+        self.over, self.reason = False, ""
         """Why it is over, a sentence; "": this rank left."""
-        self.wrong = ""
-        self.wrong_at = 0
-        """The step at which this rank's loss showed that; 0: it has not."""
+        self.wrong, self.wrong_at = "", 0
+        """Why training goes wrong, and the step at which this rank's loss showed that; 0: it has not."""
         self.keeps: Mapping[str, Any] | None = None
         """Knobs to be left with at the end; on all ranks as rank 0 decides. None: as they are."""
         self.back = ""
         """What a saved state was left for, a sentence; its reader empties it."""
-        self.is_first = exchange.rank == _FIRST
+        self.is_first = exchange.rank == 0
         """Whether this rank proposes."""
         self._exchange, self._on_change = exchange, on_change
         self._leaves = False
         self._round = 0
         self._open: LeaderMessage | None = None
-        """The proposal that is acknowledged in this round."""
+        """The proposal that is acknowledged in this round, if this rank is ready for it."""
         self._ready = False
-        """Whether this rank acknowledges it."""
         self._number = 0
         """Of the newest proposal of rank 0, there."""
         self._wish: Mapping[str, Any] | None = None
-        self._asked = False  # whether there is a verdict to come
-        self._withdrawn = False
+        self._asked = self._withdrawn = False
+        """Whether there is a verdict to come, and whether nobody wants the change any more."""
         self._applied: Mapping[str, Any] | None = None
         self._loaded = False
         """Whether a saved state was loaded that may name knobs to go back to."""
@@ -241,8 +227,6 @@ class KnobConsensus(Changes):
 
     def ranks_ms(self) -> tuple[float, ...]:
         return tuple(1e-3 * fmean(own) for own in zip(*self._own_us, strict=True))
-
-    # --- every rank --------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         self._leaves = True
@@ -276,8 +260,8 @@ class KnobConsensus(Changes):
         if self.over:
             return
         self._round += 1
-        acknowledges = self._open is not None and self._ready and not self._leaves and not self._withdrawn
-        number = self._open.number if self._open is not None and acknowledges else 0
+        is_ready = self._ready and not self._leaves and not self._withdrawn
+        number = self._open.number if self._open is not None and is_ready else 0
         newest = self._optimizer.history(after=self._optimizer.steps - _LATE)
         own_ms = [one.step_ms - (one.stall_ms or {}).get("comm", 0.0) for one in newest if one.step_ms]
         own_us = round(1e3 * own_ms[-1]) if own_ms else 0
@@ -303,12 +287,8 @@ class KnobConsensus(Changes):
             return
         if all(word.own_us for word in words):
             self._own_us.append([word.own_us for word in words])
-        wrong = (
-            went_wrong(word.wrong_at, f"the loss of rank {rank} is not a number or a spike")
-            for rank, word in enumerate(words)
-            if word.wrong_at
-        )
-        self.wrong = next(wrong, self.wrong)
+        for rank, word in ((rank, word) for rank, word in enumerate(words) if word.wrong_at):
+            self.wrong = went_wrong(word.wrong_at, f"the loss of rank {rank} is not a number or a spike")
         if not self.is_first:
             self.keeps = talk.keeps
         leaver = next((rank for rank, word in enumerate(words) if word.leaves), None)
@@ -320,7 +300,10 @@ class KnobConsensus(Changes):
                 self._change_if_agreed(talk.keeps)
             self._end("" if leaver == self._exchange.rank else f"Tuning ended: rank {leaver} tunes no more.")
         elif proposal is not None:
-            self._judge(proposal, words)
+            missing = next((rank for rank, word in enumerate(words) if word.acknowledged != proposal.number), None)
+            made = self._change_if_agreed(proposal.knobs) if missing is None else None
+            reason = "a rank was not heard" if missing is None else f"rank {missing} did not acknowledge the change"
+            self._decide(made or Verdict(void=reason))
         else:
             if talk.keeps is None:  # the same to all that hear this round
                 self._go_back()
@@ -332,13 +315,6 @@ class KnobConsensus(Changes):
         if self._loaded:
             self._loaded = False
             self.back = leave_tried(self._optimizer, None, self._change_if_agreed)
-
-    def _judge(self, proposal: LeaderMessage, words: Sequence[RankMessage]) -> None:
-        missing = [rank for rank, word in enumerate(words) if word.acknowledged != proposal.number]
-        if missing:
-            self._decide(Verdict(void=f"rank {missing[0]} did not acknowledge the change"))
-        else:
-            self._decide(self._change_if_agreed(proposal.knobs) or Verdict(void="a rank was not heard"))
 
     def _is_ready(self, knobs: Mapping[str, Any]) -> bool:
         try:
@@ -370,10 +346,8 @@ class KnobConsensus(Changes):
     @property
     def _in_force(self) -> Mapping[str, Any] | None:
         """As was agreed last, even if the next step has yet to begin with it."""
-        if self._applied is not None:
-            return self._applied
-        config = self._optimizer.config
-        return None if config.update_interval == "auto" else Setting.of(config).knobs()
+        known = Setting.known(self._optimizer.config) if self._applied is None else None
+        return self._applied if known is None else known.knobs()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -15,43 +15,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from zftune.errors import StoreError, ZftuneError, noting
+from zftune.store import types
 from zftune.store.account import Account, Count, Heart
-from zftune.store.types import (
-    LEASE_S,
-    Decision,
-    Evidence,
-    Hardware,
-    Key,
-    Match,
-    Measurement,
-    Model,
-    NewTrial,
-    Preset,
-    PresetState,
-    Progress,
-    Query,
-    Ratios,
-    Run,
-    RunRecord,
-    TrialState,
-    Withdrawal,
-)
-from zftune.tuner import messages
+from zftune.tuner import states
 from zftune.tuner.curve import CurveBuilder
 from zftune.tuner.evidence import BLOCK_STEPS, block_value
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.space import Setting, Space
-from zftune.tuner.states import (
-    AT_S,
-    LEARNING_RATE,
-    OF_INCUMBENT,
-    UNSEARCHED,
-    BarredSetting,
-    Outcome,
-    Request,
-    SearchState,
-    Trial,
-)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +41,7 @@ _logger = logging.getLogger("zftune")
 class StoreRecorder:
     """Writes one run's trials, measurements and decisions."""
 
-    def __init__(self, store: Store, run: Run) -> None:
+    def __init__(self, store: Store, run: types.Run) -> None:
         self.notices: list[str] = []
         """Why nothing more is written, in sentences."""
         self.curve = CurveBuilder()
@@ -84,19 +54,17 @@ class StoreRecorder:
         self._process = ""
         self._counted: Callable[[], Count] = Count
         self._heart: Heart | None = None
-        """Keeps the counts of this process beside the rows; None: it does not train, or does not yet."""
-        self._states: dict[int, TrialState] = {}
+        """Keeps the counts of this process, if it trains, beside the rows."""
+        self._states: dict[int, types.TrialState] = {}
         """Of the trials that are written down, by number."""
-        self._notes = 0
-        self.earlier_notes = 0
-        """How many of the search's decisions are of earlier lives of the run."""
-        self._lease_until = time.monotonic() + LEASE_S
+        self._notes = self.earlier_notes = 0
+        """How many of the search's decisions are written down, and how many are of earlier lives of the run."""
+        self._lease_until = time.monotonic() + types.LEASE_S
         self._runs = False
         """Whether a challenger was written down as in flight, and its outcome is unknown."""
 
     @property
     def database(self) -> Path | None:
-        """The file of the run; None: a server's, or none that lasts."""
         return self._store.path
 
     @property
@@ -107,8 +75,8 @@ class StoreRecorder:
         return self._account
 
     def follow(self, counted: Callable[[], Count], process: str = "") -> None:
-        """Keep the account with every row from now on. `process` names the counting process; "": this one, whose count
-        is kept beside the rows as well.
+        """Keep the account with every row from now on; `process` counts, "": this one, whose count is kept beside the
+        rows as well.
         """
         self._process, self._counted = process or self._run.token, counted
         if not process and self._heart is None:
@@ -121,13 +89,13 @@ class StoreRecorder:
         so its loss curve is its own. Raises StoreError: the store could not be read or written; ZftuneError: the state
         is not that of such a search.
         """
-        run_id = self._run.run_id
+        run_id = self.run_id
         rows, found = self._store.trials(run_id), self._store.search_state(run_id)
-        if found is not None:
-            try:
-                state = state_adapter().validate_python(found)
-            except ValueError as error:
-                raise ZftuneError(f"the state of its search cannot be read ({str(error).splitlines()[0]})") from error
+        try:
+            state = None if found is None else state_adapter().validate_python(found)
+        except ValueError as error:
+            raise ZftuneError(f"the state of its search cannot be read ({str(error).splitlines()[0]})") from error
+        if state is not None:
             search.restore(state, self._store.decisions(run_id))
         if is_another:
             self._store.save_curve(self._run, self.curve.curve())  # before a resumption could take the other one's up
@@ -136,18 +104,18 @@ class StoreRecorder:
         self._states = {row.number: row.state for row in rows}
         self._notes = self.earlier_notes = len(search.notes)
         for row, trial in zip(rows, search.book.trials, strict=False):
-            if row.state is TrialState.CRASHED and trial.state is not TrialState.CRASHED:
+            if row.state is types.TrialState.CRASHED and trial.state is not types.TrialState.CRASHED:
                 search.book.crash(trial, row.reason or "")
         total = self.account.total
         search.cost.spent_s = max(search.cost.spent_s, total.spent_s)
         search.cost.elapsed_s = max(search.cost.elapsed_s, total.seconds)
         search.begin_again()
         for row, trial in zip(rows, search.book.trials, strict=False):
-            if row.state is TrialState.VOID and trial.state is TrialState.VOID:
+            if row.state is types.TrialState.VOID and trial.state is types.TrialState.VOID:
                 trial.reason = row.reason or trial.reason
         if rate is not None and total.highest_rate and not total.has_learned_at(rate):
-            shared = "the account" if is_another else "the account and losses"
-            about: dict[str, Any] = {LEARNING_RATE: rate, "before": total.highest_rate, "shared": f"{shared} are"}
+            shared = "the account is" if is_another else "the account and losses are"
+            about = {states.LEARNING_RATE: rate, "before": total.highest_rate, "shared": shared}
             search.remark(because="rate", about=about)
         self._record(search)
 
@@ -160,9 +128,9 @@ class StoreRecorder:
         with noting(self.notices), self._store.patient(PATIENCE_S, self._hurried):
             yield
 
-    def before(self, search: Search, request: Request) -> str | None:
+    def before(self, search: Search, request: states.Request) -> str | None:
         """Write down new trials, and that a challenger is in flight; why it must not be applied, or None."""
-        challenges = request.role not in OF_INCUMBENT
+        challenges = request.role not in states.OF_INCUMBENT
         if self.notices:
             return "The store takes no more: no setting can be tried safely." if challenges else None
         with self._keeping():
@@ -178,14 +146,14 @@ class StoreRecorder:
             return f"No setting can be tried safely: {self.notices[-1]}"
         return None
 
-    def after(self, search: Search, request: Request, outcome: Outcome) -> None:
+    def after(self, search: Search, request: states.Request, outcome: states.Outcome) -> None:
         """Write down the outcome of a request, the decisions, and the state of the search."""
         self._runs = False
         if not self.notices:
             with self._keeping():
                 if self._process:
                     search.cost.elapsed_s = max(search.cost.elapsed_s, self.account.total.seconds)
-                self._record(search, measured=None if request.role == "hold" else (request, outcome))
+                self._record(search, None if request.role == "hold" else (request.trial, _row(request, outcome)))
                 self._write_curve()
         self._tries(None)  # not before the outcome is written
 
@@ -194,19 +162,17 @@ class StoreRecorder:
             self._heart.tries(trial)
 
     def write(self, search: Search) -> None:
-        """Write down new decisions."""
-        self._refuse()
+        """Write down new decisions. Raises ZftuneError where nothing more is written."""
+        if self.notices:
+            raise ZftuneError(self.notices[-1].rstrip("."))
         self._record(search)
 
     def command(self, kind: Literal["pause", "unpause"], by: str) -> None:
-        """Record a command that does not concern the search. May be called from any thread."""
-        self._refuse()
-        progress = Progress(decisions=(self._dated(Decision(kind, None, {"by": by})),))
-        self._store.record(self._run, progress, self._kept)
-
-    def _refuse(self) -> None:
+        """Record a command that does not concern the search, from any thread; raises as `write` does."""
         if self.notices:
             raise ZftuneError(self.notices[-1].rstrip("."))
+        progress = types.Progress(decisions=(self._dated(types.Decision(kind, None, {"by": by})),))
+        self._store.record(self._run, progress, self._kept)
 
     def renew(self, lease_s: float) -> None:
         """Extend the run's lease by `lease_s`."""
@@ -227,11 +193,10 @@ class StoreRecorder:
                 self._record(search)
                 self._write_curve()
             if self.notices:
-                self._tries(None)
-                return  # nor would it be closed now
-        self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
+                return self._tries(None)  # nor would it be closed now
+        return self._end(self._store.interrupt_run if unfinished or self.notices else self._store.finish_run)
 
-    def _end(self, end: Callable[[Run, Account | None], None]) -> None:
+    def _end(self, end: Callable[[types.Run, Account | None], None]) -> None:
         """Also where the store took no more: it may again, and what is in flight would be taken for a crash."""
         self._tries(None)  # where the rows take no more, this is what is known
         before = len(self.notices)
@@ -243,36 +208,43 @@ class StoreRecorder:
             self._heart.end(remove=is_written)
 
     def _write_curve(self) -> None:
-        version = self.curve.version
-        if version != self._curve_version:
+        if (version := self.curve.version) != self._curve_version:
             self._store.save_curve(self._run, self.curve.curve())
             self._curve_version = version
 
-    def _hold(self, search: Search, request: Request) -> None:
+    def _hold(self, search: Search, request: states.Request) -> None:
         """Keep the lease until well after the request's expected end."""
         step_ms = max(search.book.incumbent_step_ms, search.forecast(request.setting).step_ms)
         until = time.monotonic() + _LEASE_SPARE * (request.discard + request.steps) * step_ms / 1e3
-        if self._lease_until - until < LEASE_S / 2:
-            lease_s = until - time.monotonic() + LEASE_S
+        if self._lease_until - until < types.LEASE_S / 2:
+            lease_s = until - time.monotonic() + types.LEASE_S
             self._store.renew_lease(self._run, lease_s, self._kept)
             self._lease_until = time.monotonic() + lease_s
 
     def _record(
-        self, search: Search, measured: tuple[Request, Outcome] | None = None, in_flight: int | None = None
+        self, search: Search, measured: tuple[int, types.Measurement] | None = None, in_flight: int | None = None
     ) -> None:
         trials = search.book.trials
-        states: dict[int, tuple[TrialState, str | None]] = {
+        changed: dict[int, tuple[types.TrialState, str | None]] = {
             one.number: (one.state, one.reason or None)
             for one in trials
-            if self._states.get(one.number, TrialState.PLANNED) is not one.state
-            and one.state is not TrialState.REJECTED
+            if one.state not in (self._states.get(one.number, types.TrialState.PLANNED), types.TrialState.REJECTED)
         }
         if in_flight is not None:
-            states[in_flight] = (TrialState.IN_FLIGHT, None)
-        progress = Progress(
-            trials=tuple(_new(one) for one in trials[len(self._states) :]),
-            states=states,
-            measured=None if measured is None else (measured[0].trial, _row(*measured)),
+            changed[in_flight] = (types.TrialState.IN_FLIGHT, None)
+        progress = types.Progress(
+            trials=tuple(
+                types.NewTrial(
+                    knobs=one.setting.knobs(),
+                    source=one.source,
+                    predicted_step_ms=None if one.forecast is None else one.forecast.step_ms,
+                    constraint=one.constraint,
+                    rejected=one.reason if one.state is types.TrialState.REJECTED else None,
+                )
+                for one in trials[len(self._states) :]
+            ),
+            states=changed,
+            measured=measured,
             decisions=tuple(self._decisions(search)),
             search=state_adapter().dump_python(search.known, mode="json"),
         )
@@ -281,10 +253,10 @@ class StoreRecorder:
         if [one.number for one in made] != list(range(first, first + len(made))):
             raise ZftuneError(f"trial {first} became another row: another process writes to this run")
         self._states |= {one.number: one.state for one in made}
-        self._states |= {number: state for number, (state, _) in states.items()}
+        self._states |= {number: state for number, (state, _) in changed.items()}
         self._notes = len(search.notes)
 
-    def _decisions(self, search: Search) -> Iterator[Decision]:
+    def _decisions(self, search: Search) -> Iterator[types.Decision]:
         """The new ones; a remark that was made before, as in each life of a run, says nothing new."""
         seen = {one.details.get("text") for one in search.notes[: self._notes] if one.kind == "remark"}
         for note in search.notes[self._notes :]:
@@ -293,11 +265,11 @@ class StoreRecorder:
                 yield self._dated(note)
             seen.add(text)
 
-    def _dated(self, decision: Decision) -> Decision:
+    def _dated(self, decision: types.Decision) -> types.Decision:
         """With the account's figures and the step that it was made at."""
         account = self._kept
         if account is not None:
-            total, at_s = account.total, decision.details.get(AT_S)
+            total, at_s = account.total, decision.details.get(states.AT_S)
             known = {"elapsed_s": total.seconds, "spent_s": total.spent_s}
             if at_s is not None:  # of this process, written down later
                 known = {"elapsed_s": min(total.seconds, account.before.seconds + at_s)}
@@ -308,52 +280,36 @@ class StoreRecorder:
     @property
     def _kept(self) -> Account | None:
         """The account; None: nobody counts."""
-        account = self.account
-        return account if account.process else None
+        return self.account if self.account.process else None
 
 
 @functools.cache
-def state_adapter() -> TypeAdapter[SearchState]:
+def state_adapter() -> TypeAdapter[states.SearchState]:
     """Converts the state of a search to JSON and back."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(SearchState)
+    return TypeAdapter(states.SearchState)
 
 
-def _new(trial: Trial) -> NewTrial:
-    return NewTrial(
-        knobs=trial.setting.knobs(),
-        source=trial.source,
-        predicted_step_ms=None if trial.forecast is None else trial.forecast.step_ms,
-        constraint=trial.constraint,
-        rejected=trial.reason if trial.state is TrialState.REJECTED else None,
-    )
-
-
-def _row(request: Request, outcome: Outcome) -> Measurement:
-    """An outcome as a row of the store."""
-    known = {
-        "discarded_ms": list(outcome.discarded_ms), "taken_ms": list(outcome.taken_ms) or None,
-        "tokens": outcome.tokens, "device_bytes": outcome.device_bytes, "host_bytes": outcome.host_bytes,
-    }  # fmt: skip
-    step_ms = math.exp(block_value(outcome.steps_ms, outcome.moves)) if outcome.steps_ms else 0.0
-    return Measurement(
+def _row(request: states.Request, outcome: states.Outcome) -> types.Measurement:
+    window = request.setting.update_interval
+    return types.Measurement(
         role=request.role,
         steps=len(outcome.steps_ms),
-        step_ms=step_ms,
+        step_ms=math.exp(block_value(outcome.steps_ms, outcome.moves, window)) if outcome.steps_ms else 0.0,
         began_unix_s=time.time() - outcome.seconds,
         void_reason=None if outcome.status == "measured" else outcome.reason or outcome.status,
         steps_ms=outcome.steps_ms,
-        aggregates={name: value for name, value in known.items() if value is not None},
+        aggregates={name: getattr(outcome, name) for name in ("discarded_ms", "taken_ms", "tokens", "device_bytes")},
     )
 
 
-def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> Model:
+def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> types.Model:
     """A model of this process as the store keeps it."""
     from zftune.telemetry.fingerprint import model_id
 
     parameters = list(module.parameters())
-    return Model(
+    return types.Model(
         model_id=model_id(module),
         name=name,
         parameters=sum(one.numel() for one in parameters),
@@ -364,11 +320,10 @@ def trained_model(module: nn.Module, dtype: dtype, name: str | None = None) -> M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineInfo:
-    """The machine and the software of a training process."""
+    """The machine and the software of a training process; its cores by affinity and control group."""
 
-    hardware: Hardware
+    hardware: types.Hardware
     usable_cores: float | None
-    """By affinity and control group."""
     versions: Mapping[str, str]
 
     @classmethod
@@ -378,7 +333,7 @@ class MachineInfo:
 
         machine, found = hardware(), software()
         return cls(
-            hardware=Hardware.of(hw_id(machine, rig=rig), machine, rig=rig),
+            hardware=types.Hardware.of(hw_id(machine, rig=rig), machine, rig=rig),
             usable_cores=machine["usable_cores"],
             versions={name: found[name] for name in ("zftune", "torch", "python") if found[name] is not None},
         )
@@ -387,62 +342,42 @@ class MachineInfo:
 class Recording:
     """One run, and the presets of its key. A failure of the store is no error here but a sentence in `notices`."""
 
-    def __init__(self, store: Store, key: Key, model: Model, here: MachineInfo) -> None:
+    def __init__(self, store: Store, key: types.Key, model: types.Model, here: MachineInfo) -> None:
         self.notices = list(store.notices)
         self.recorder: StoreRecorder | None = None
-        self.ratios: Ratios | None = None
+        self.ratios: types.Ratios | None = None
         """Measured here; a preset is found by them on other machines."""
         self._stake: tuple[str, Setting] | None = None
         self._versions: Mapping[str, str] = {}
         self.key, self._store, self._model, self._here = key, store, model, here
 
-    @property
-    def wrong(self) -> list[str]:
-        return [*self.notices, *(() if self.recorder is None else self.recorder.notices)]
-
-    def barred(self) -> tuple[BarredSetting, ...]:
-        """Settings that earlier runs did not survive, or that were rolled back.
-
-        Runs that ended without goodbye are closed first.
-        """
-        found: list[BarredSetting] = []
+    def barred(self) -> tuple[states.BarredSetting, ...]:
+        """Settings that earlier runs, those that ended without goodbye too, did not survive, or were rolled back."""
+        found: list[states.BarredSetting] = []
         with noting(self.notices):
             self._store.reap()
-            found += (BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in self._store.barred(self.key))
+            rows = self._store.barred(self.key)
+            found += (states.BarredSetting(Setting.from_knobs(row.knobs), row.kind) for row in rows)
         return tuple(found)
 
-    def preset(self) -> Match | None:
+    def preset(self) -> types.Match | None:
         """The preset to begin with; None: there is none. Where `ratios` is None, only one of the same key serves."""
         rig, cores = self._here.hardware.rig, self._here.usable_cores
         try:
-            return self._store.find_preset(Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
+            return self._store.find_preset(types.Query(key=self.key, ratios=self.ratios, usable_cores=cores, rig=rig))
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
 
-    def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> RunRecord | None:
+    def unfinished(self, knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> types.RunRecord | None:
         try:
             return self._store.unfinished_run(self.key, knobs, settings)
         except StoreError as error:
             self.notices.append(f"{error}.")
             return None
 
-    def began_from(self, run: RunRecord) -> Setting | None:
-        """The setting that the search of a run began from; None: it cannot be resumed."""
-        try:
-            return Setting.from_knobs(self._store.trials(run.run_id)[0].knobs)
-        except (ZftuneError, LookupError, TypeError) as error:
-            self._note_anew(run, error)
-            return None
-
-    def _note_anew(self, run: RunRecord, error: Exception) -> None:
-        self.notices.append(f"Run {run.run_id[:8]} cannot be resumed ({error}): the search begins anew.")
-
-    def living(self, run_id: str) -> RunRecord | None:
-        """A run whose training lives and which can be resumed, or None.
-
-        Nothing that was in flight crashed: the training was not asked for it yet, or survived it.
-        """
+    def living(self, run_id: str) -> types.RunRecord | None:
+        """A run whose training lives and which can be resumed, or None; what was in flight did not crash."""
         found = None
         with noting(self.notices, StoreError):
             run = self._store.run(run_id)
@@ -452,20 +387,29 @@ class Recording:
         return found
 
     def resume(
-        self, run: RunRecord, search: Search, learning_rate: float | None = None, *, is_another: bool = False
-    ) -> StoreRecorder | None:
-        """Continue a run with a new search that has the old one's arguments; it is brought to the old one's state.
+        self,
+        run: types.RunRecord,
+        make: Callable[[Setting], Search],
+        learning_rate: float | None = None,
+        *,
+        is_another: bool = False,
+    ) -> Search | None:
+        """The search of a run, brought to its last state; `make` makes one that begins from a setting.
 
-        `is_another`: another training continues it from its first step, with a loss curve of its own. Returns none
-        where it could not be resumed: `search` is of no use then.
+        `is_another`: another training continues it from its first step, with a loss curve of its own. None: it cannot
+        be resumed.
         """
         taken = None
         try:
+            rows = self._store.trials(run.run_id)
+            if not rows:
+                raise StoreError("it has no trials")
+            search = make(Setting.from_knobs(rows[0].knobs))
             taken = self._store.resume_run(run.run_id)
             recorder = StoreRecorder(self._store, taken)
             recorder.resume(search, learning_rate, is_another=is_another)
         except ZftuneError as error:
-            self._note_anew(run, error)
+            self.notices.append(f"Run {run.run_id[:8]} cannot be resumed ({error}): the search begins anew.")
             if taken is not None:
                 with noting(self.notices, StoreError):
                     self._store.finish_run(taken)  # it would be found again and again
@@ -473,26 +417,7 @@ class Recording:
         stake = run.settings.get("stake")
         self._stake = None if stake is None else (stake["preset"], Setting.from_knobs(stake["knobs"]))
         self._versions, self.recorder = run.versions, recorder
-        return recorder
-
-    def bound(self, search: Search, here: Space, own: Setting | None) -> str:
-        """Make updates come earlier before a training continues with the best settings, if its weights may move
-        further.
-
-        `own` is the setting it begins with, where the movement was not measured and another training found the best.
-        Returns what replaces the best settings so far, and why, a sentence; "": they hold.
-        """
-        seen, space, late = len(search.notes), search.space, search.book.incumbent
-        if here.movement_percent is not None:
-            search.space = space.moving(here.movement_percent, here.movement_rate)
-            search.bound()
-        elif own is not None and not space.fixed_because and space.cost(own) < space.cost(late.setting):
-            search.make_earlier(own, messages.NOT_KNOWN_YET)
-            search.suggest(late.setting, "planner")
-        if self.recorder is not None:
-            with noting(self.notices):
-                self.recorder.write(search)
-        return next((messages.sentence(one) for one in search.notes[seen:] if one.kind == "movement"), "")
+        return search
 
     def begin(
         self,
@@ -506,8 +431,8 @@ class Recording:
     ) -> StoreRecorder | None:
         """Add the run of a new search; None if the store takes nothing.
 
-        `knobs` default to what the search begins from. `stake` is the preset that is measured again: its name and
-        setting. `run_id`: see `zftune.store.runs.Runs.begin_run`. `unsearched`: see `zftune.tuner.space.unsearched`.
+        `knobs` default to what the search begins from; `stake` is the preset that is measured again: its name and
+        setting. For the others see `begin_run` of the store and `zftune.tuner.space.unsearched`.
         """
         knobs, space = search.book.trials[0].setting.knobs() if knobs is None else knobs, search.space
         settings = {
@@ -516,16 +441,15 @@ class Recording:
             "movement_percent": space.movement_percent,
             "movement_rate": space.movement_rate,
             "fixed_because": space.fixed_because or None,
-            LEARNING_RATE: learning_rate,
-            UNSEARCHED: dict(unsearched or {}),
+            states.LEARNING_RATE: learning_rate,
+            states.UNSEARCHED: dict(unsearched or {}),
         }
         if stake is not None:
             settings["stake"] = {"preset": stake[0], "knobs": stake[1].knobs()}
         with noting(self.notices, StoreError):
             run = self._store.begin_run(
                 self.key, self._model, self._here.hardware, knobs=knobs, settings=settings,
-                versions=self._here.versions, usable_cores=self._here.usable_cores,
-                run_id=run_id,
+                versions=self._here.versions, usable_cores=self._here.usable_cores, run_id=run_id,
             )  # fmt: skip
             self._versions, self._stake = self._here.versions, stake
             self.recorder = StoreRecorder(self._store, run)
@@ -539,12 +463,11 @@ class Recording:
         self.notices += self.recorder.notices
         if self.recorder.notices:
             return
-        won = None if self._stake is None or unfinished else stake_won(search, self._stake[1])
-        if self._stake is not None and won is not None:  # the preset that was measured again was compared
-            with noting(self.notices, StoreError):
-                if self._store.record_comparison(self._stake[0], won=won) is PresetState.WITHDRAWN:
-                    name = self._stake[0]
-                    self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
+        name, setting = self._stake or ("", None)
+        won = None if setting is None or unfinished else stake_won(search, setting)
+        with noting(self.notices, StoreError):
+            if won is not None and self._store.record_comparison(name, won=won) is types.PresetState.WITHDRAWN:
+                self.notices.append(f"Preset {name} was slower in two later comparisons and is withdrawn.")
         self.keep_preset(search)
 
     def finish_soon(self, search: Search, *, unfinished: bool) -> bool:
@@ -558,30 +481,22 @@ class Recording:
         thread.join(_FINISH_S)
         return not thread.is_alive()
 
-    def withdraw_preset(self, setting: Setting, why: Withdrawal) -> None:
-        """Withdraw a setting from every preset of this key."""
+    def withdraw_preset(self, setting: Setting, why: types.Withdrawal) -> None:
         for one in self._presets_of(setting):
             self._store.withdraw_preset(one.name, why)
 
-    def _presets_of(self, setting: Setting) -> list[Preset]:
+    def _presets_of(self, setting: Setting) -> list[types.Preset]:
+        """Those of this key."""
         own = (one for one in self._store.presets() if one.key == self.key and not one.imported)
         return [one for one in own if Setting.from_knobs(one.knobs) == setting]
 
     def keep_preset(self, search: Search) -> None:
         """Keep the incumbent as a preset, if it has proven itself; call it while no worker thinks."""
-        try:
-            self._keep_preset(search)
-        except (StoreError, ValueError) as error:
-            self.notices.append(f"The settings were not kept as a preset: {error}.")
-
-    def _keep_preset(self, search: Search) -> None:
         book = search.book
         gain, best, step_ms = book.gain, book.incumbent, book.step_ms(book.incumbent)
         if gain is None or step_ms is None or not gain.holds:
             return
-        if any(one.state is PresetState.ACTIVE for one in self._presets_of(best.setting)):
-            return
-        evidence = Evidence(
+        evidence = types.Evidence(
             step_ms=step_ms,
             baseline="start" if book.reference == book.trials[0].setting else "planner",
             baseline_step_ms=step_ms / (1 - gain.share),
@@ -590,19 +505,22 @@ class Recording:
             steps=sum(one.blocks for one in book.trials if one.setting == best.setting) * BLOCK_STEPS,
             measured_unix_s=time.time(),
         )
-        preset = Preset(
+        preset = types.Preset(
             key=self.key, knobs=best.setting.knobs(), evidence=evidence, model=self._model,
             hardware=self._here.hardware, ratios=self.ratios, versions=self._versions,
             usable_cores=self._here.usable_cores,
         )  # fmt: skip
-        self._store.save_preset(preset)
+        try:
+            if all(one.state is not types.PresetState.ACTIVE for one in self._presets_of(best.setting)):
+                self._store.save_preset(preset)
+        except (StoreError, ValueError) as error:
+            self.notices.append(f"The settings were not kept as a preset: {error}.")
 
 
 def search_settings(options: SearchOptions, space: Space) -> dict[str, Any]:
     """All that a search follows from except measurements: a run must share it to be resumed."""
-    names = ("seed", "sampler", "most_measurements")
-    dimensions = {one.name: list(one.choices) for one in space.dimensions}
-    return {**{name: getattr(options, name) for name in names}, "dimensions": dimensions}
+    known = {name: getattr(options, name) for name in ("seed", "sampler", "most_measurements")}
+    return {**known, "dimensions": {one.name: list(one.choices) for one in space.dimensions}}
 
 
 def stake_won(search: Search, setting: Setting) -> bool | None:
@@ -614,7 +532,7 @@ def stake_won(search: Search, setting: Setting) -> bool | None:
     if book.trials[0].setting == setting:
         compared = any(trial.gains for trial in book.trials)
         return None if not compared else not book.adoptions
-    if any(book.trials[number].state is TrialState.CRASHED for number in visits):
+    if any(book.trials[number].state is types.TrialState.CRASHED for number in visits):
         return False
     gains = [gain for number in visits for gain in book.trials[number].gains]
     return False if gains and fmean(gains) < 0 else None

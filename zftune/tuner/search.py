@@ -18,44 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from zftune.errors import ZftuneError
 from zftune.store.types import Decision, DecisionKind, TrialState
-from zftune.tuner import messages
+from zftune.tuner import evidence, messages, states
 from zftune.tuner.belief import Belief, doubted, far_apart, neighbours, places_of, pool_of
-from zftune.tuner.evidence import (
-    BLOCK_STEPS,
-    BlockNoise,
-    Gain,
-    block_steps,
-    block_values,
-    log_evidence,
-    mean_gain,
-    needed_evidence,
-)
+from zftune.tuner.evidence import Gain, block_steps
 from zftune.tuner.messages import BECAUSE
 from zftune.tuner.pace import Pace, differs
 from zftune.tuner.space import Forecast, Forecaster, Setting, Space
-from zftune.tuner.states import (
-    AT_S,
-    OF_INCUMBENT,
-    Adoption,
-    Block,
-    Book,
-    Choosing,
-    ExplorationCost,
-    Opening,
-    Outcome,
-    Pair,
-    Remark,
-    Request,
-    Resting,
-    Role,
-    SearchOptions,
-    SearchState,
-    State,
-    Stopped,
-    Trial,
-    Unit,
-    UnmeasuredSteps,
-)
+from zftune.tuner.states import OF_INCUMBENT, Block, Outcome, Request, SearchOptions, Trial
 
 if TYPE_CHECKING:
     from zftune.tuner.study import Params, SearchStudy
@@ -84,7 +53,6 @@ _LEAST_OWN = 4
 _LESS_NOISE = 0.6
 """Of the variance of the wall clock's units: only then that is worth it."""
 _NEWEST_PACES = 3
-_NOTHING: Mapping[str, str] = {}
 _MOVEMENT_NOISE = 0.1
 """Of the bound on lateness: by so much more the incumbent may be late before another replaces it."""
 
@@ -111,9 +79,9 @@ class Search:
         self.device_limit_bytes: int | None = None
         """Most GPU memory at the peak; None: there is no such limit."""
         self.notes: list[Decision] = []
-        self.known = SearchState(
-            book=Book([Trial(0, start, "start")], list(self.options.barred)),
-            cost=ExplorationCost(self.options.cost_share, self.options.cost_floor_s),
+        self.known = states.SearchState(
+            book=states.Book([Trial(0, start, "start")], list(self.options.barred)),
+            cost=states.ExplorationCost(self.options.cost_share, self.options.cost_floor_s),
             planned=list(planned),
             wanted=[(one, "planner") for one in planned[:1] if one != start],
         )
@@ -126,15 +94,15 @@ class Search:
         self._study: SearchStudy | None = None
 
     @property
-    def book(self) -> Book:
+    def book(self) -> states.Book:
         return self.known.book
 
     @property
-    def state(self) -> State:
+    def state(self) -> states.State:
         return self.known.state
 
     @property
-    def cost(self) -> ExplorationCost:
+    def cost(self) -> states.ExplorationCost:
         return self.known.cost
 
     @property
@@ -143,41 +111,29 @@ class Search:
 
     # --- from outside -------------------------------------------------------------------------------------------------
 
-    def idle(self, between: UnmeasuredSteps) -> None:
-        """Count steps that belong to no measurement; `tell` does so with those before an outcome."""
-        step_s = self.book.incumbent_step_ms / 1e3
-        self.cost.add(between.seconds, 0, None)
-        self.cost.add(between.late_s, between.late_steps, step_s or None)
-        if between.late_s and step_s:
-            self.cost.changed(between.late_s, between.late_steps, step_s)
-
     def suggest(self, setting: Setting, source: str) -> None:
         if setting != self.book.incumbent.setting:
             self.known.wanted.insert(0, (setting, source))
             self._grow_pool([setting])
 
-    def remark(self, text: str = "", because: str = "", about: Mapping[str, float | str | bool] = _NOTHING) -> None:
+    def remark(self, text: str = "", because: str = "", about: Mapping[str, Any] | None = None) -> None:
         """Record a finding beside the search: a sentence, or the template `because` with its figures `about`."""
-        self._note("remark", None, because, **about, **({"text": text} if text else {}))
+        self._note("remark", None, because, **(about or {"text": text}))
 
-    def remember(self, remark: Remark) -> None:
+    def remember(self, remark: states.Remark) -> None:
         """Record an earlier finding with its own time; it changes nothing."""
-        about = {"text": remark.reason, AT_S: remark.at_s}
+        about = {"text": remark.reason, states.AT_S: remark.at_s}
         self.notes.append(Decision("remark", None, about, remark.step, remark.at_unix_s))
 
-    def stop(
-        self, text: str = "", because: str = "", *, final: bool = False, early: bool = False, **about: Any
-    ) -> None:
-        """End the search; the incumbent stays.
+    def stop(self, text: str = "", because: str = "", *, early: bool = False, **about: Any) -> None:
+        """End the search; the incumbent stays. `text`, or the template `because` with figures `about`, is the reason.
 
-        `final`: for later trainings too. `early`: before its own end. `text`, or the template `because` with its
-        figures `about`, is the reason.
+        `early`: before its own end; with `final=True` among the figures it is over for later trainings, too.
         """
         self._end_visit()
         self._ended_early = early
-        about |= {"text": text} if text else {}
-        self._note("stop", self.book.incumbent.number, because, **({"final": True} if final else {}), **about)
-        self.known.state = Stopped(final)
+        self._note("stop", self.book.incumbent.number, because, **about, **({"text": text} if text else {}))
+        self.known.state = states.Stopped(final=bool(about.get("final")))
 
     def roll_back(self, by: str) -> None:
         """End the search with the incumbent before the last one; the last is barred from now on."""
@@ -186,7 +142,7 @@ class Search:
         self._state_gain()
         pinned = self.book.incumbent.number
         self._note("rollback", barred.number, by=by, barred=str(barred.setting), pinned=pinned)
-        self.known.state = Stopped(final=True)
+        self.known.state = states.Stopped(final=True)
 
     def guard(self, reason: str) -> None:
         self._end_visit()
@@ -194,13 +150,13 @@ class Search:
         self.book.move_to(self.book.trials[0])
         self._state_gain()
         self._note("guard", self.book.incumbent.number, text=reason)
-        self.known.state = Stopped(final=True)
+        self.known.state = states.Stopped(final=True)
 
     @property
     def is_settled(self) -> bool:
         """Whether it has come to its end: it has stopped, or rests since nothing is worth a comparison."""
-        has_stopped = isinstance(self.state, Stopped) and not self._ended_early
-        return has_stopped or (isinstance(self.state, Resting) and self.state.is_idle)
+        has_stopped = isinstance(self.state, states.Stopped) and not self._ended_early
+        return has_stopped or (isinstance(self.state, states.Resting) and self.state.is_idle)
 
     def begin_again(self) -> None:
         """Training was ended and goes on: an open unit is given up, and the incumbent is measured first."""
@@ -209,19 +165,16 @@ class Search:
             self.known.wanted.insert(0, (last.setting, last.source))
         self._end_visit()
         self._forget_pace()
-        if self._is_final:
-            return
-        self.known.state = Opening()
-        self._note("resume", None, measurements=self.measurements)
+        if not self._is_final:
+            self.known.state = states.Opening()
+            self._note("resume", None, measurements=self.measurements)
 
-    def bound(self) -> bool:
-        """Keep to what may be late by how far the weights move; whether updates had to come earlier for that."""
-        late = self.book.incumbent
-        violation = self.space.violation(late.setting)
-        if violation is None or violation.excess <= _MOVEMENT_NOISE:
-            return False
-        self.make_earlier(self.space.earlier(late.setting), violation.reason)
-        return True
+    def bound(self) -> None:
+        """Keep to what may be late by how far the weights move."""
+        late = self.book.incumbent.setting
+        violation = self.space.violation(late)
+        if violation is not None and violation.excess > _MOVEMENT_NOISE:
+            self.make_earlier(self.space.earlier(late), violation.reason)
 
     def make_earlier(self, setting: Setting, why: str) -> None:
         late = self.book.incumbent.setting
@@ -237,21 +190,15 @@ class Search:
 
     def judge(self, setting: Setting) -> tuple[float, str]:
         """By which share of a limit a setting must not run, and why; at most 0 and "" where it may."""
-        budget, forecast, reasons = self.space.budget, self.forecast(setting), []
-        kind = self.book.why_barred(setting)
-        if kind is not None:
-            reasons.append((1.0, messages.BARRED[kind]))
-        violation = self.space.violation(setting)
-        if violation is not None:
-            reasons.append((violation.excess, violation.reason))
-        if forecast.excess > 0:
-            reasons.append((forecast.excess, forecast.reason))
-        measured, limit = self.book.incumbent.device_bytes, self.device_limit_bytes
-        if limit is not None and measured is not None:
-            more = forecast.device_bytes - self.forecast(self.book.incumbent.setting).device_bytes
-            if measured + more > limit:
-                why = "it would leave less GPU memory free than must stay free, by the measured peak"
-                reasons.append(((measured + more) / limit - 1, why))
+        forecast, incumbent = self.forecast(setting), self.book.incumbent
+        kind, violation = self.book.why_barred(setting), self.space.violation(setting)
+        reasons = [] if kind is None else [(1.0, messages.BARRED[kind])]
+        reasons += [(one.excess, one.reason) for one in (violation, forecast) if one is not None and one.excess > 0]
+        if self.device_limit_bytes is not None and incumbent.device_bytes is not None:
+            peak = incumbent.device_bytes + forecast.device_bytes - self.forecast(incumbent.setting).device_bytes
+            why = "it would leave less GPU memory free than must stay free, by the measured peak"
+            reasons += [(peak / self.device_limit_bytes - 1, why)] if peak > self.device_limit_bytes else []
+        budget = self.space.budget
         margin = min(0.0, self.space.cost(setting) / budget - 1.0) if budget else 0.0
         return max(reasons, default=(margin, ""))
 
@@ -270,94 +217,77 @@ class Search:
         trial.constraint, trial.reason = self.judge(setting)
         trial.state, trial.value = TrialState.REJECTED, self._predicted(setting)
 
-    def _roomier(self, peak_bytes: int | None) -> Setting | None:
-        """The setting to run if the incumbent, with a peak of `peak_bytes`, leaves too little free; None: keep it.
-
-        The incumbent with the least offload ratio that is enough; where none is, the fastest by prediction of all that
-        are allowed with everything offloaded, such as with fewer columns selected.
-        """
-        limit, tight = self.device_limit_bytes, self.book.incumbent.setting
-        if limit is None or peak_bytes is None or peak_bytes <= limit:
-            return None
-        room = limit - peak_bytes + self.forecast(tight).device_bytes
-        higher = sorted({1.0, *self.space.offload_ratios})
-        raised = [replace(tight, offload_ratio=ratio) for ratio in higher if ratio > tight.offload_ratio]
-        for one in raised:
-            if self.forecast(one).device_bytes <= room:
-                return one
-        whole = (one for one in self.space.settings() if one.offload_ratio == higher[-1])
-        fitting = (one for one in whole if self.forecast(one).device_bytes <= room and not self.book.why_barred(one))
-        found = min(fitting, key=lambda one: self.forecast(one).step_ms, default=raised[-1] if raised else tight)
-        return None if found == tight else found
-
     # --- what next ---------------------------------------------------------------------------------------------------
 
     def next(self) -> Request | None:
         """What to measure next; the same until it was told its outcome. None: the search is over."""
-        if isinstance(self.state, Choosing):
+        if isinstance(self.state, states.Choosing):
             self.known.state = self._choose()
         state, incumbent = self.state, self.book.incumbent
         window = incumbent.setting.update_interval
-        if isinstance(state, Opening):
+        if isinstance(state, states.Opening):
             steps = block_steps(window)
             return Request(incumbent.setting, "start", incumbent.number, 0, messages.OPENING_BLOCKS * steps, steps)
-        if isinstance(state, Resting):
+        if isinstance(state, states.Resting):
             most = min(_HOLD_STEPS, state.steps)
             steps = max(block_steps(window, most), window * -(-most // window))
             return Request(incumbent.setting, "hold", incumbent.number, 0, steps)
-        return self._of_unit(state) if isinstance(state, Unit) else None
-
-    def _of_unit(self, unit: Unit) -> Request:
-        incumbent, challenger = self.book.incumbent, self.book.trials[unit.trial]
-        if unit.before is None or unit.blocks:
-            role: Role = "a1" if unit.before is None else "a2"
-            steps = block_steps(incumbent.setting.update_interval, unit.size)
-            return Request(incumbent.setting, role, incumbent.number, 0, steps)
+        if not isinstance(state, states.Unit):
+            return None
+        if state.before is None or state.blocks:
+            role: states.Role = "a1" if state.before is None else "a2"
+            return Request(incumbent.setting, role, incumbent.number, 0, block_steps(window, state.size))
+        challenger = self.book.trials[state.trial]
         window = challenger.setting.update_interval
-        size, usual_ms = block_steps(window, unit.size), math.exp(unit.before.wall)
+        size, usual_ms = block_steps(window, state.size), math.exp(state.before.wall)
         left_s = self.cost.allowed_s - self.cost.spent_s - self.cost.change_s
-        role, steps = ("explore", size) if unit.is_look else ("b", 2 * size)
+        role, steps = ("explore", size) if state.is_look else ("b", 2 * size)
         return Request(
             challenger.setting, role, challenger.number, window, steps, size, SLOWER * usual_ms, left_s, usual_ms
         )
 
-    def _choose(self) -> State:
+    def _choose(self) -> states.State:
         most, cost = self.options.most_measurements, self.cost
         if most is not None and self.measurements + 2 > most:
             return self._rest("limit", may_hold=self.options.watch, made=self.measurements, most=most)
-        trial = self._visited() or self._next_visit()
+        last = self.book.trials[-1]
+        goes_on = self.known.is_open and last.number and last.state in (TrialState.PLANNED, TrialState.MEASURED)
+        trial = last if goes_on else self._next_visit()
         if trial is None:
             why = self.space.fixed_because
             may_hold = self.options.watch or bool(self.space.dimensions)
-            return self._rest("fixed" if why else "idle", may_hold=may_hold, **({"why": why} if why else {}))
+            return self._rest("fixed", may_hold=may_hold, why=why) if why else self._rest("idle", may_hold=may_hold)
         missing_s = cost.spent_s + self._expected_s(trial.setting) - cost.allowed_s
         if missing_s <= 0:
-            return Unit(
-                trial.number, self._block_size(), self.known.last, is_look=not self.known.pair(trial.setting).gains
-            )
-        if not self.options.hold or not cost.share:
+            is_look = not self.known.pair(trial.setting).gains
+            return states.Unit(trial.number, self._block_size(), self.known.last, is_look=is_look)
+        if not cost.share:
             self.stop(because="budget", allowed_s=cost.allowed_s)
             return self.state
-        self.known.last = None
-        self._note("hold", None, "budget", allowed_s=cost.allowed_s)
         step_s = max(1e-6, self.book.incumbent_step_ms / 1e3)
-        return Resting(min(REST_STEPS, max(1, math.ceil(missing_s / cost.share / step_s))))
+        steps = min(REST_STEPS, max(1, math.ceil(missing_s / cost.share / step_s)))
+        return self._rest("budget", may_hold=True, steps=steps, allowed_s=cost.allowed_s)
 
-    def _rest(self, because: str, *, may_hold: bool, **about: Any) -> State:
-        """Nothing is worth a unit: one unit now and then, or none at all."""
+    def _rest(self, because: str, *, may_hold: bool, steps: int = 0, **about: Any) -> states.State:
+        """Nothing is worth a unit (one is made now and then), or none can be paid before so many `steps`."""
         if not self.options.hold or not may_hold:
             self.stop(because=because, **about)
             return self.state
         self.known.last = None
-        if not self.known.rests:
+        if steps or not self.known.rests:
             self._note("hold", None, because, **about)
-        return Resting(REST_STEPS, is_idle=True)
+        return states.Resting(steps or REST_STEPS, is_idle=not steps)
 
     def _next_visit(self) -> Trial | None:
-        self._look_around()
+        belief, start = self._believed(), self.book.incumbent.setting
+        if not self.known.pairs and not self.known.wanted and belief.is_flat and self.options.sampler == "belief":
+            # Without a planner the first looks are at settings that are far apart.
+            allowed = [one for one in belief.settings if self.may_run(one)]
+            found = far_apart(allowed, places_of(belief.settings), start, _FAR_APART)
+            self.known.wanted += [(one, "search") for one in found]
         while self.known.wanted:
             setting, source = self.known.wanted.pop(0)
-            if setting == self.book.incumbent.setting:
+            if setting == start:
                 continue
             params = dict(self.space.indices(setting))
             if self.may_run(setting):
@@ -366,33 +296,16 @@ class Search:
                 return self.add(setting, source, params)
             self._reject(setting, source, params)
         rejected: list[tuple[Setting, Params]] = []
-        number, incumbent = len(self.book.trials), self.book.incumbent.setting
-        proposed = self._studied().propose(number, incumbent, self._predicted, rejected)
+        proposed = self._studied().propose(len(self.book.trials), start, self._predicted, rejected)
         for one, params in rejected:
             self._reject(one, "search", params)
-        if proposed is None:
-            return None
-        self.known.is_open = True
-        return self.add(proposed[0], "search", proposed[1])
-
-    def _look_around(self) -> None:
-        """Without a planner the first looks are at settings that are far apart."""
-        belief = self._believed()
-        if self.known.pairs or self.known.wanted or not belief.is_flat or self.options.sampler != "belief":
-            return
-        allowed = [one for one in belief.settings if self.may_run(one)]
-        found = far_apart(allowed, places_of(belief.settings), self.book.incumbent.setting, _FAR_APART)
-        self.known.wanted += [(one, "search") for one in found]
-
-    def _visited(self) -> Trial | None:
-        last = self.book.trials[-1]
-        is_open = last.state in (TrialState.PLANNED, TrialState.MEASURED) and self.known.is_open
-        return last if is_open and last.number else None
+        self.known.is_open = proposed is not None
+        return None if proposed is None else self.add(proposed[0], "search", proposed[1])
 
     def _best(self) -> Setting | None:
         """What the belief proposes: the largest expected improvement, if it is worth a unit."""
         belief, incumbent = self._believed(), self.book.incumbent.setting
-        is_rest_over = isinstance(self.state, Choosing) and self.known.rests > 0 and not self.known.is_open
+        is_rest_over = isinstance(self.state, states.Choosing) and self.known.rests > 0 and not self.known.is_open
         expected = belief.improvements(incumbent)
         for index in expected.argsort()[::-1]:
             setting = belief.settings[int(index)]
@@ -404,24 +317,23 @@ class Search:
 
     def _outdone(self) -> bool:
         """Whether the visit that is open is to end: another setting is worth more, or this one nothing."""
-        trial = self.book.trials[-1]
+        trial, belief = self.book.trials[-1], self._believed()
         if self.options.sampler in ("belief", "none"):
             return self.known.wanted != [] or self._best() != trial.setting
-        belief = self._believed()
         expected = belief.improvements(self.book.incumbent.setting)
         return bool(expected[belief.settings.index(trial.setting)] < WORTH)
 
     def _expected_s(self, setting: Setting) -> float:
-        step_s = self.book.incumbent_step_ms / 1e3
+        """What a unit would cost."""
         belief = self._believed()
         gain = belief.gain(self.book.incumbent.setting, setting)[0] if setting in belief else 0.0
         steps = 2 * self._block_size() + setting.update_interval
-        return 2 * self.cost.change_s + step_s * steps * max(0.0, math.exp(-gain) - 1)
+        return 2 * self.cost.change_s + self.book.incumbent_step_ms / 1e3 * steps * max(0.0, math.exp(-gain) - 1)
 
     def _block_size(self) -> int:
         """Steps of a block: as long as a change of knobs costs."""
         step_s = self.book.incumbent_step_ms / 1e3
-        return math.ceil(self.cost.change_s / step_s) if step_s else BLOCK_STEPS
+        return math.ceil(self.cost.change_s / step_s) if step_s else evidence.BLOCK_STEPS
 
     def _predicted(self, setting: Setting) -> float:
         return math.log(self.forecast(setting).step_ms / self.forecast(self.book.trials[0].setting).step_ms)
@@ -449,18 +361,18 @@ class Search:
         if self._study is None:
             from zftune.tuner.study import SearchStudy
 
+            def may_visit(setting: Setting) -> bool:
+                if setting not in self._believed():
+                    self._grow_pool([setting])
+                return setting != self.book.incumbent.setting and self.may_run(setting)
+
             self._study = SearchStudy(
                 self.space, self.options.sampler, self.options.seed, best=self._best, outdone=self._outdone,
-                may_run=self._may_visit,
+                may_run=may_visit,
             )  # fmt: skip
             self.book.trials[0].value = 0.0
             self._study.refill(self.book.trials)
         return self._study
-
-    def _may_visit(self, setting: Setting) -> bool:
-        if setting not in self._believed():
-            self._grow_pool([setting])
-        return setting != self.book.incumbent.setting and self.may_run(setting)
 
     @property
     def uses_own_time(self) -> bool:
@@ -480,77 +392,77 @@ class Search:
         request = self.next()
         if request is None:
             raise RuntimeError("the search is over: nothing was asked for")
-        self.idle(outcome.between)
         trial, step_s = self.book.trials[request.trial], self.book.incumbent_step_ms / 1e3
-        challenges = request.role not in OF_INCUMBENT
-        self.cost.add(outcome.seconds, outcome.step_count, step_s if challenges and step_s else None)
+        of_incumbent = request.role in OF_INCUMBENT
+        self._pay(outcome, None if of_incumbent or not step_s else step_s)
         self.known.ranks_ms = outcome.ranks_ms or self.known.ranks_ms
         if outcome.movement_percent is not None:
-            self._move(outcome.movement_percent, outcome.movement_rate)
+            self.known.movement = outcome.movement_percent, outcome.movement_rate
+            self.space = self.space.moving(*self.known.movement)
         counted = outcome.status != "crashed" and not outcome.called_off
         if counted and outcome.tokens != self.book.tokens:
             before, self.book.tokens = self.book.tokens, outcome.tokens
             if self.book.log_us is not None:  # blocks of before prove nothing of those to come, gains a little
                 self._changed("tokens", tokens=outcome.tokens, before=before)
         if outcome.status == "crashed":
-            self._crashed(trial, request, outcome)
+            self._crashed(trial, outcome.reason, of_incumbent=of_incumbent)
         elif outcome.status == "void" or not outcome.steps_ms:
             self._void(trial, outcome)
+        elif request.role == "hold":
+            self._rested_for(len(outcome.steps_ms))
         else:
             self._measured(trial, request, outcome)
-        if request.role in OF_INCUMBENT and counted:
+        if of_incumbent and counted:
             self._make_room(outcome.device_bytes)
             self._take_pace(outcome.pace)
         if outcome.movement_percent is not None and not self._is_final:
             self.bound()
 
+    def _pay(self, outcome: Outcome, incumbent_step_s: float | None) -> None:
+        """Count the time of an outcome and of what came before it; the argument is that of `ExplorationCost.add`."""
+        cost, between, step_s = self.cost, outcome.between, self.book.incumbent_step_ms / 1e3
+        cost.add(between.seconds, 0, None)
+        cost.add(between.late_s, between.late_steps, step_s or None)
+        if between.late_s and step_s:
+            cost.changed(between.late_s, between.late_steps, step_s)
+        cost.add(outcome.seconds, outcome.step_count, incumbent_step_s)
+
     @property
     def _is_final(self) -> bool:
-        return isinstance(self.state, Stopped) and self.state.final
-
-    def _move(self, percent: float, rate: float | None) -> None:
-        self.space = self.space.moving(percent, rate)
-        self.known.movement = percent, rate
+        return isinstance(self.state, states.Stopped) and self.state.final
 
     def _measured(self, trial: Trial, request: Request, outcome: Outcome) -> None:
-        if request.role == "hold":
-            self._rested_for(len(outcome.steps_ms))
-            return
         known, state = self.known, self.state
         known.measurements += 1
         blocks = _blocks(request, outcome)
         per_token = math.log(1e3 / outcome.tokens)
         trial.keep([block.wall + per_token for block in blocks])
         trial.device_bytes = outcome.device_bytes if outcome.device_bytes is not None else trial.device_bytes
-        trial.host_bytes = outcome.host_bytes if outcome.host_bytes is not None else trial.host_bytes
         for one, other in itertools.pairwise(blocks):
             known.noise.add(one.wall - other.wall, 2)
             if one.own is not None and other.own is not None:
                 known.own_noise.add(one.own - other.own, 2)
         if request.role in OF_INCUMBENT:
             self.book.log_us = blocks[-1].wall + per_token
-        if isinstance(state, Opening):
-            known.last = blocks[-1]
+        if isinstance(state, states.Opening):
+            known.last, known.state = blocks[-1], states.Choosing()
             if not any(note.kind == "start" for note in self.notes):
                 self._note("start", trial.number, what=str(trial.setting), step_ms=self.book.incumbent_step_ms)
-            known.state = Choosing()
-        elif isinstance(state, Unit) and request.role == "a1":
-            known.state = replace(state, before=blocks[-1])
-        elif isinstance(state, Unit) and request.role == "a2":
+        elif isinstance(state, states.Unit) and request.role == "a2":
             self._finish_unit(state, blocks[-1])
-        elif isinstance(state, Unit):
+        elif isinstance(state, states.Unit) and request.role == "a1":
+            known.state = replace(state, before=blocks[-1])
+        elif isinstance(state, states.Unit):
             known.state = replace(state, blocks=tuple(blocks), voids=0)
 
-    def _finish_unit(self, unit: Unit, after: Block) -> None:
+    def _finish_unit(self, unit: states.Unit, after: Block) -> None:
         assert unit.before is not None
         known, trial = self.known, self.book.trials[unit.trial]
         pair = known.pair(trial.setting)
         weight = 1.0 if len(unit.blocks) > 1 else _ONE_BLOCK
         gain = (unit.before.wall + after.wall) / 2 - statistics.fmean(one.wall for one in unit.blocks)
         owns = [one.own for one in (unit.before, after, *unit.blocks) if one.own is not None]
-        own = None
-        if len(owns) == 2 + len(unit.blocks):
-            own = (owns[0] + owns[1]) / 2 - statistics.fmean(owns[2:])
+        own = (owns[0] + owns[1]) / 2 - statistics.fmean(owns[2:]) if len(owns) == 2 + len(unit.blocks) else None
         _compare(known.noise, pair.gains, pair.weights, gain, weight)
         if own is not None and len(pair.own) == len(pair.gains):
             _compare(known.own_noise, pair.own, pair.weights, own, weight)
@@ -565,54 +477,42 @@ class Search:
         self._believed().learn(lesson)
         known.lessons.append(lesson)
         self._state_gain()
-        known.state = Choosing()
-        outdone = self._studied().report(gain)
-        figures = self._figures(pair)
-        if self._is_proven(pair, figures):
-            self._adopt(trial, pair, figures)
-        elif known.rests or (outdone and figures["evidence"] <= figures["needed"]):  # else it lacks a second unit
-            what = _what(trial.setting, self.book.incumbent.setting)
-            self._end_visit()
-            self._note("keep", trial.number, what=what, **figures)
+        known.state = states.Choosing()
+        self._decide(trial, pair, outdone=self._studied().report(gain))
         if known.rests:
             rests, known.rests = known.rests, 0
             if self._best() is None:
-                known.rests, known.state = rests, Resting(REST_STEPS, is_idle=True)
+                known.rests, known.state = rests, states.Resting(REST_STEPS, is_idle=True)
 
-    def _figures(self, pair: Pair) -> Mapping[str, Any]:
-        """The data of a decision about a pair: its gain with its standard error, and its evidence beside the needed."""
+    def _decide(self, trial: Trial, pair: states.Pair, *, outdone: bool) -> None:
+        """Adopt a challenger, leave it, or go on with it: where its evidence is enough it lacks a second unit."""
+        known, before = self.known, self.book.incumbent
         uses_own = self.uses_own_time and len(pair.own) == len(pair.gains)
-        gains, noise = (pair.own, self.known.own_noise) if uses_own else (pair.gains, self.known.noise)
-        found = Gain.of_log(*mean_gain(pair.gains, pair.weights, self.known.noise.cautious))
-        evidence = log_evidence(gains, pair.weights, noise.cautious)
-        return {
-            "gain": found.share, "error": found.error, "units": len(pair.gains), "evidence": evidence,
-            "needed": needed_evidence(pair.order),
+        gains, noise = (pair.own, known.own_noise) if uses_own else (pair.gains, known.noise)
+        mean, error = evidence.mean_gain(pair.gains, pair.weights, known.noise.cautious)
+        found, stated = evidence.log_evidence(gains, pair.weights, noise.cautious), Gain.of_log(mean, error)
+        needed, units = evidence.needed_evidence(pair.order), len(pair.gains)
+        figures: dict[str, Any] = {
+            "what": _what(trial.setting, before.setting), "gain": stated.share, "error": stated.error, "units": units,
+            "evidence": found, "needed": needed,
         }  # fmt: skip
-
-    def _is_proven(self, pair: Pair, figures: Mapping[str, Any]) -> bool:
-        if len(pair.gains) < 2 or figures["evidence"] <= figures["needed"]:
-            return False
-        mean, error = mean_gain(pair.gains, pair.weights, self.known.noise.cautious)
-        return mean > error
-
-    def _adopt(self, trial: Trial, pair: Pair, figures: Mapping[str, Any]) -> None:
-        mean, error = mean_gain(pair.gains, pair.weights, self.known.noise.cautious)
-        before = self.book.incumbent
-        self._end_visit(adopted=True)
-        self.book.adopt(trial, Adoption(trial.number, before.number, mean, error))
-        if self.options.sampler != "none":
-            self._grow_pool(neighbours(self.space, trial.setting))
-        self._forget_pace()
-        self._state_gain()
-        self._note("adopt", trial.number, what=_what(trial.setting, before.setting), **figures)
+        if units >= 2 and found > needed and mean > error:  # the wall clock's, too
+            self._end_visit(adopted=True)
+            self.book.adopt(trial, states.Adoption(trial.number, before.number, mean, error))
+            if self.options.sampler != "none":
+                self._grow_pool(neighbours(self.space, trial.setting))
+            self._forget_pace()
+            self._state_gain()
+            self._note("adopt", trial.number, **figures)
+        elif known.rests or (outdone and found <= needed):
+            self._end_visit()
+            self._note("keep", trial.number, **figures)
 
     def _state_gain(self) -> None:
         """What the incumbent gains over the reference, by all that is believed: free of the winner's luck."""
         book = self.book
-        book.gain = None
-        if book.chain:
-            book.gain = Gain.of_log(*self._believed().gain(book.reference, book.incumbent.setting))
+        believed = self._believed().gain(book.reference, book.incumbent.setting) if book.chain else None
+        book.gain = None if believed is None else Gain.of_log(*believed)
 
     def _end_visit(self, *, adopted: bool = False) -> None:
         if not self.known.is_open:
@@ -627,18 +527,16 @@ class Search:
             trial.state = TrialState.VOID
 
     def _rested_for(self, steps: int) -> None:
-        if not isinstance(self.state, Resting):
+        if not isinstance(self.state, states.Resting):
             return
         left, is_idle = self.state.steps - steps, self.state.is_idle
         if left > 0:
             self.known.state = replace(self.state, steps=left)
             return
-        self.known.last, self.known.state = None, Choosing()
-        if not is_idle:
-            return
-        self.known.rests += 1
+        self.known.last, self.known.state = None, states.Choosing()
+        self.known.rests += is_idle
         replaced = self.book.chain[-1].replaced if self.book.chain else None
-        if self.known.rests % 2 and replaced is not None and not self.known.is_open:
+        if is_idle and self.known.rests % 2 and replaced is not None and not self.known.is_open:
             setting = self.book.trials[replaced].setting
             self.known.wanted.append((setting, "start" if replaced == 0 else "reference"))
 
@@ -646,56 +544,52 @@ class Search:
         """Two units in a row, while the search rests, that contradict what is believed widen the belief."""
         mean, error = self._believed().gain(self.book.incumbent.setting, setting)
         is_one = bool(self.known.rests) and abs(gain - mean) > _SURPRISE * math.hypot(error, math.sqrt(variance))
-        self.known.surprises = self.known.surprises + 1 if is_one else 0
-        if self.known.surprises == 2:
-            self.known.surprises = 0
+        is_second = is_one and self.known.surprises == 1
+        self.known.surprises = int(is_one and not is_second)
+        if is_second:
             self._doubt()
             self._note("reopen", self.book.incumbent.number, "surprise")
 
     def _doubt(self) -> None:
         self.known.lessons = doubted(self.known.lessons, self._believed().planner_error)
-        self._belief = None
-        self.known.forget_units()
+        self._belief = None  # units of the past prove nothing any more; how many challengers there were stays
+        self.known.pairs = [replace(one, gains=[], own=[], weights=[]) for one in self.known.pairs]
 
     # --- what does not count, or changes the rules -------------------------------------------------------------------
 
     def _void(self, trial: Trial, outcome: Outcome) -> None:
         """Measure again; give up where that does not help. What was called off is no reason to."""
-        state = self.state
-        self.known.last = None
-        if isinstance(state, Resting):
+        state, self.known.last = self.state, None
+        if isinstance(state, states.Resting):
             self._rested_for(outcome.step_count)
-        if outcome.called_off or not isinstance(state, (Opening, Unit)):
-            if isinstance(state, Unit):
-                self.known.state = replace(state, before=None, blocks=())
+        if not isinstance(state, states.Opening | states.Unit):
             return
-        if state.voids + 1 < MOST_VOIDS:
-            again = replace(state, voids=state.voids + 1)
-            self.known.state = replace(again, before=None, blocks=()) if isinstance(again, Unit) else again
+        voids = state.voids + (not outcome.called_off)
+        if voids < MOST_VOIDS:
+            again = replace(state, voids=voids)
+            self.known.state = replace(again, before=None, blocks=()) if isinstance(again, states.Unit) else again
             return
         about: dict[str, Any] = {"times": MOST_VOIDS, "what": str(trial.setting), "why": outcome.reason}
         self._note("void", trial.number, **about)
-        if isinstance(state, Unit):
+        if isinstance(state, states.Unit):
             challenger = self.book.trials[state.trial]
             self._end_visit()
             if not challenger.blocks:
                 challenger.state, challenger.reason = TrialState.VOID, outcome.reason
-            self.known.state = Choosing()
+            self.known.state = states.Choosing()
         elif self.options.hold:
-            self.known.state = Resting(_HOLD_STEPS)
+            self.known.state = states.Resting(_HOLD_STEPS)
         else:
             self.stop(because="void", **about)
 
-    def _crashed(self, trial: Trial, request: Request, outcome: Outcome) -> None:
+    def _crashed(self, trial: Trial, why: str, *, of_incumbent: bool) -> None:
         self._end_visit()
-        about = {"what": str(trial.setting), "why": outcome.reason}
-        if request.role in OF_INCUMBENT:
-            self._note("crash", trial.number, "incumbent", **about)
-            self.known.state = Stopped()
-            return
-        self.book.crash(trial, outcome.reason)
-        self._note("crash", trial.number, **about)
-        self.known.last, self.known.state = None, Choosing()
+        self._note("crash", trial.number, "incumbent" if of_incumbent else "", what=str(trial.setting), why=why)
+        if of_incumbent:
+            self.known.state = states.Stopped()
+        else:
+            self.book.crash(trial, why)
+            self.known.last, self.known.state = None, states.Choosing()
 
     def _changed(self, because: str, **details: float | str) -> None:
         """Something was counted that changes step times: the belief is widened, nothing is forgotten."""
@@ -703,8 +597,8 @@ class Search:
         self._end_visit()
         self._forget_pace()
         self._note("reopen", self.book.incumbent.number, because, **details)
-        if not isinstance(self.state, Stopped):
-            self.known.state = Opening() if self.book.log_us is None else Choosing()
+        if not isinstance(self.state, states.Stopped):
+            self.known.state = states.Opening() if self.book.log_us is None else states.Choosing()
 
     def _forget_pace(self) -> None:
         """Nothing of before is comparable with the incumbent's next block."""
@@ -714,7 +608,7 @@ class Search:
     def _take_pace(self, pace: Pace | None) -> None:
         """Ask the planner again where the machine's rates, by the bytes and times that were counted, have changed."""
         known = self.known
-        if pace is None or isinstance(self.state, Stopped):
+        if pace is None or isinstance(self.state, states.Stopped):
             return
         known.paces = [*known.paces[1 - _NEWEST_PACES :], pace]
         if len(known.paces) < _NEWEST_PACES:
@@ -733,39 +627,49 @@ class Search:
         self._grow_pool([one for one, _ in known.wanted])
 
     def _move_to(self, setting: Setting) -> Trial:
+        """Make a setting the incumbent that was not compared with the one before."""
         self._end_visit()
         trial = self.add(setting, "reference")
         self.book.move_to(trial)
         self._grow_pool([setting, *(neighbours(self.space, setting) if self.options.sampler != "none" else [])])
         self._state_gain()
         self._forget_pace()
-        if not isinstance(self.state, Stopped):
-            self.known.state = Opening()
+        if not isinstance(self.state, states.Stopped):
+            self.known.state = states.Opening()
         return trial
 
     def _make_room(self, peak_bytes: int | None) -> None:
-        room = None if self._is_final else self._roomier(peak_bytes)
-        if room is None or peak_bytes is None or self.device_limit_bytes is None:
+        """Replace an incumbent that leaves too little GPU memory free.
+
+        By itself with the least offload ratio that is enough; where none is, by the fastest by prediction of all that
+        are allowed with everything offloaded, such as with fewer columns selected.
+        """
+        limit, tight = self.device_limit_bytes, self.book.incumbent.setting
+        if self._is_final or limit is None or peak_bytes is None or peak_bytes <= limit:
             return
-        what = _what(room, self.book.incumbent.setting)
-        trial = self._move_to(room)
-        peak_mib, limit_mib = peak_bytes / 2**20, self.device_limit_bytes / 2**20
-        self._note("memory", trial.number, what=what, peak_mib=peak_mib, limit_mib=limit_mib)
+        room = limit - peak_bytes + self.forecast(tight).device_bytes
+        higher = sorted({1.0, *self.space.offload_ratios})
+        raised = [replace(tight, offload_ratio=ratio) for ratio in higher if ratio > tight.offload_ratio]
+        found = next((one for one in raised if self.forecast(one).device_bytes <= room), None)
+        if found is None:
+            whole = (one for one in self.space.settings() if one.offload_ratio == higher[-1])
+            fits = (one for one in whole if self.forecast(one).device_bytes <= room and not self.book.why_barred(one))
+            found = min(fits, key=lambda one: self.forecast(one).step_ms, default=raised[-1] if raised else tight)
+        if found != tight:
+            peak_mib, limit_mib = peak_bytes / 2**20, limit / 2**20
+            number = self._move_to(found).number
+            self._note("memory", number, what=_what(found, tight), peak_mib=peak_mib, limit_mib=limit_mib)
 
     def _note(self, kind: DecisionKind, trial: int | None, because: str = "", **details: float | str | bool) -> None:
-        figures: dict[str, Any] = {
-            name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in details.items()
-        }
+        figures = {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in details.items()}
         figures |= {BECAUSE: because} if because else {}
-        figures["spent_s"], figures["elapsed_s"] = round(self.cost.spent_s, 3), round(self.cost.elapsed_s, 3)
+        figures |= {"spent_s": round(self.cost.spent_s, 3), "elapsed_s": round(self.cost.elapsed_s, 3)}
         self.notes.append(Decision(kind, trial, figures))
 
-    # --- its state ---------------------------------------------------------------------------------------------------
-
-    def snapshot(self) -> SearchState:
+    def snapshot(self) -> states.SearchState:
         return copy.deepcopy(self.known)
 
-    def restore(self, state: SearchState, notes: Sequence[Decision] = ()) -> None:
+    def restore(self, state: states.SearchState, notes: Sequence[Decision] = ()) -> None:
         """Go on from a snapshot as if the search had never been interrupted; `notes` are its decisions so far."""
         if self.book.trials[0].setting != state.book.trials[0].setting:
             raise ZftuneError("the run in the store began with another setting than this one: it cannot go on from it")
@@ -781,18 +685,20 @@ class Search:
 
 
 def _blocks(request: Request, outcome: Outcome) -> list[Block]:
-    size = request.block or len(outcome.steps_ms)
-    walls = block_values(outcome.steps_ms, outcome.moves, size)
+    size, window = request.block or len(outcome.steps_ms), request.setting.update_interval
+    walls = evidence.block_values(outcome.steps_ms, outcome.moves, size, window)
     if len(outcome.taken_ms) != len(outcome.steps_ms) or min(outcome.own_ms) <= 0:
         return [Block(wall) for wall in walls]
-    owns = block_values(outcome.own_ms, outcome.moves, size)
+    owns = evidence.block_values(outcome.own_ms, outcome.moves, size, window)
     return [Block(wall, own) for wall, own in zip(walls, owns, strict=True)]
 
 
-def _compare(noise: BlockNoise, gains: Sequence[float], weights: Sequence[float], gain: float, weight: float) -> None:
+def _compare(
+    noise: evidence.BlockNoise, gains: Sequence[float], weights: Sequence[float], gain: float, weight: float
+) -> None:
     """What units of the same pair differ by is noise."""
     if gains:
-        mean, _ = mean_gain(gains, weights, 0.0)
+        mean, _ = evidence.mean_gain(gains, weights, 0.0)
         noise.add(gain - mean, 1 / sum(weights) + 1 / weight)
 
 

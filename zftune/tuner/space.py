@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from zenflow import ZenFlowConfig
 from zftune import words
@@ -64,22 +64,26 @@ class Setting:
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Setting:
-        """The setting of a configuration. Raises BadInputError: its update interval is "auto", which has no window of a
-        known length to measure.
-        """
+        """The setting of a configuration. Raises BadInputError: its update interval is "auto", of no known length."""
         if config.update_interval == "auto":
             raise BadInputError("update_interval is 'auto'; it must be an integer: a search sets it itself")
         knobs: dict[str, Any] = {name: getattr(config, name) for name in _NAMES}
         return cls(**{**knobs, "apply_lag": config.lag})
 
     @classmethod
+    def known(cls, config: ZenFlowConfig) -> Setting | None:
+        """The setting of a configuration; None: its windows have no known length."""
+        return None if config.update_interval == "auto" else cls.of(config)
+
+    @classmethod
     def from_knobs(cls, knobs: Mapping[str, Any]) -> Setting:
-        """From `knobs()`, such as the store keeps. Raises BadInputError: a knob is missing or unknown, or has a value
-        that is not allowed.
-        """
-        if set(knobs) != set(cls.__dataclass_fields__):
-            raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
-        return cls(**knobs)
+        """From `knobs()`. Raises BadInputError: a knob is missing or unknown, or has a value that is not allowed."""
+        try:
+            if set(knobs) == set(_NAMES):
+                return cls(**knobs)
+        except TypeError as error:
+            raise BadInputError(f"knobs are {dict(knobs)}: {error}") from error
+        raise BadInputError(f"knobs are {', '.join(sorted(knobs))}; they must be {', '.join(_NAMES)}")
 
     def knobs(self) -> dict[str, Any]:
         """What `set_knobs` takes."""
@@ -143,13 +147,9 @@ UPDATE_INTERVALS = (1, 2, 3, 4, 6, 8, 12, 16)
 LAG_SHARES = (0.0, 0.5, 1.0)
 """Of S; 0 is a lag of one step."""
 OFFLOAD_RATIOS = (0.4, 0.6, 0.8, 0.9, 1.0)
-
-_ROUNDING = 1e-9
-
 Coverage = Callable[[float], float]
 """Share of the gradient energy in the top k columns, for every k from 0 to 1."""
-
-
+_ROUNDING = 1e-9
 _NO_LOSS = "no loss is known (zftune.log_loss tells it), so that a training that goes wrong would not be noticed"
 
 
@@ -176,12 +176,10 @@ class Dimension:
     choices: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """Why a setting is not allowed."""
+class Violation(NamedTuple):
+    """Why a setting is not allowed, and by which share of the limit."""
 
     excess: float
-    """Above 0: share of the limit."""
     reason: str
 
 
@@ -195,8 +193,7 @@ class Space:
         budget: most of the weighted staleness.
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
-        movement_percent: how far a step moves the deferred weights; None: not measured, so that it bounds nothing.
-        movement_rate: the learning rate that this is told at; None: not known.
+        movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
     """
 
     base: Setting
@@ -231,9 +228,8 @@ class Space:
         """Every allowed one, the base's own choices as they come; each once."""
         seen: set[Setting] = set()
         ranges = [range(len(one.choices)) for one in self.dimensions]
-        names = [one.name for one in self.dimensions]
         for chosen in itertools.product(*ranges):
-            setting = self.setting(dict(zip(names, chosen, strict=True)))
+            setting = self.setting({one.name: index for one, index in zip(self.dimensions, chosen, strict=True)})
             if setting not in seen and self.violation(setting) is None:
                 seen.add(setting)
                 yield setting
@@ -249,12 +245,13 @@ class Space:
 
     def earlier(self, setting: Setting) -> Setting:
         """A setting with as little lag, and windows as short, as the budget asks for; at last none that is late."""
-        for interval in range(setting.update_interval, 0, -1):
-            for lag in range(min(setting.apply_lag, interval), 0, -1):
-                found = replace(setting, update_interval=interval, apply_lag=lag)
-                if self.violation(found) is None:
-                    return found
-        return replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
+        found = (
+            replace(setting, update_interval=interval, apply_lag=lag)
+            for interval in range(setting.update_interval, 0, -1)
+            for lag in range(min(setting.apply_lag, interval), 0, -1)
+        )
+        on_time = replace(setting, update_interval=1, apply_lag=1, overlap_step=False)
+        return next((one for one in found if self.violation(one) is None), on_time)
 
     def cost(self, setting: Setting) -> float:
         """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""
@@ -262,11 +259,9 @@ class Space:
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
-        cost = self.cost(setting)
+        cost, moved, mean = self.cost(setting), self.movement_percent, setting.mean_staleness_steps
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
-        excess = cost / self.budget - 1 if self.budget else cost
-        moved, mean = self.movement_percent, setting.mean_staleness_steps
         if moved is None:
             reason = (
                 f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {cost / mean:.0%}, the "
@@ -279,7 +274,7 @@ class Space:
                 f"{moved * self.budget:.3g}% (up to about {number(loss)}% of loss in a long fine-tuning"
                 f"{'; ' if why else ''}{why})"
             )
-        return Violation(excess, reason)
+        return Violation(cost / self.budget - 1 if self.budget else cost, reason)
 
 
 def space_for(
@@ -322,10 +317,8 @@ def space_for(
     )
     own = replace(base, overlap_step=True)
     free = replace(space, base=own, dimensions=_open((*trajectory, *speed)), budget=budget)
-    if movement_percent is None:
-        return free
-    bounded = free.moving(movement_percent, movement_rate)
-    return replace(bounded, base=bounded.earlier(bounded.base))
+    bounded = free if movement_percent is None else free.moving(movement_percent, movement_rate)
+    return bounded if movement_percent is None else replace(bounded, base=bounded.earlier(own))
 
 
 def _open(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:

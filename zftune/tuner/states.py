@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from zftune.store.types import TrialState
@@ -61,23 +61,20 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Train so many steps under a setting."""
+    """Train so many steps under a setting, whole windows, after `discard` steps that do not count."""
 
     setting: Setting
     role: Role
     trial: int
     discard: int
-    """Steps after the change that do not count: the first window."""
     steps: int
-    """Steps that count: whole windows."""
     block: int = 0
     """Steps of each block; 0: all are one."""
     slow_ms: float | None = None
-    """A first block whose steps take more than this on average has no second one; None: all steps are taken."""
+    """A first block whose steps take more than this on average has no second one."""
     allowance_s: float | None = None
     """Most time beyond the incumbent's, discarded steps included; None: no limit."""
     incumbent_step_ms: float | None = None
-    """None: not known, or the incumbent runs itself."""
 
     def ends_early(self, discarded_ms: Sequence[float], steps_ms: Sequence[float]) -> bool:
         """Whether the steps so far are enough: they are far slower than the incumbent's."""
@@ -93,12 +90,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class UnmeasuredSteps:
-    """Steps that belong to no measurement: the next one is being chosen, or knobs change."""
+    """Steps that belong to no measurement: the next one is being chosen, or knobs change.
+
+    `seconds` are of those under the incumbent; the others are another setting's, with the step that changed to it.
+    """
 
     seconds: float = 0.0
-    """Of those under the incumbent."""
     late_s: float = 0.0
-    """Of those that another setting took: the step that changed to it, and those after its measurement."""
     late_steps: int = 0
 
 
@@ -115,15 +113,12 @@ class Outcome:
     taken_ms: tuple[float, ...] = ()
     """What other processes took from the training thread in each step that counts; (): not known."""
     device_bytes: int | None = None
-    """Peak; None: not measured."""
-    host_bytes: int | None = None
     reason: str = ""
     between: UnmeasuredSteps = UnmeasuredSteps()
     """What came before its first step, since the outcome before."""
     called_off: bool = False
     """Void because it was no longer wanted, such as in a pause: that does not speak against measuring it again."""
     pace: Pace | None = None
-    """What the steps that count showed of the machine; None: nothing."""
     ranks_ms: tuple[float, ...] = ()
     """Step of each of several ranks without its waits in collectives; (): not known."""
     movement_percent: float | None = None
@@ -147,34 +142,34 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A finding beside the search, and when it was made."""
+    """A finding beside the search, and when it was made; `at_s` is by the count of the process that trains."""
 
     reason: str
     at_s: float
-    """By the count of the process that trains."""
     at_unix_s: float
     step: int = 0
 
 
 @dataclass(slots=True)
 class ExplorationCost:
-    """Time of challengers beyond the incumbent's for the same steps, changes of knobs included, and its limit."""
+    """Time of challengers beyond the incumbent's for the same steps, changes of knobs included, and its limit: a share
+    of the elapsed time.
+    """
 
     share: float
-    """Of the elapsed time that it may be."""
     floor_s: float
     spent_s: float = 0.0
     elapsed_s: float = 0.0
     changes_s: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, steps: int, incumbent_step_s: float | None) -> None:
-        """Count time of steps, discarded ones too; `incumbent_step_s` None: the incumbent itself ran."""
+        """Count time of steps; `incumbent_step_s` None: the incumbent itself ran."""
         self.elapsed_s += seconds
         if incumbent_step_s is not None:
             self.spent_s += max(0.0, seconds - steps * incumbent_step_s)
 
     def changed(self, seconds: float, steps: int, incumbent_step_s: float) -> None:
-        """Learn what a change of knobs and back costs; the arguments are those of `add`, which counts them."""
+        """Learn what a change of knobs and back costs; arguments as of `add`."""
         self.changes_s = [*self.changes_s[1 - _NEWEST :], max(0.0, seconds - steps * incumbent_step_s)]
 
     @property
@@ -211,22 +206,21 @@ class Trial:
     log_us: float = 0.0
     """Mean of its blocks' values: logarithms of microseconds per token."""
     device_bytes: int | None = None
-    host_bytes: int | None = None
 
     def keep(self, values: Sequence[float]) -> None:
-        for value in values:
-            self.blocks += 1
-            self.log_us += (value - self.log_us) / self.blocks
-        self.state = TrialState.MEASURED
+        total = self.blocks * self.log_us + sum(values)
+        self.blocks += len(values)
+        self.log_us, self.state = total / self.blocks, TrialState.MEASURED
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Values of one block: logarithms of the mean step in ms."""
+    """Values of one block: logarithms of the mean step in ms; `own` is without what other processes took from the
+    training thread, if that is known.
+    """
 
     wall: float
     own: float | None = None
-    """The same without what other processes took from the training thread; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,21 +254,18 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Nothing is worth a unit, or none can be paid: the incumbent runs."""
+    """Nothing is worth a unit (`is_idle`), or none can be paid yet: the incumbent runs for so many steps."""
 
     steps: int
-    """That are left of it."""
     is_idle: bool = False
-    """Whether nothing is worth a unit; else none can be paid yet."""
     kind: Literal["resting"] = "resting"
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The search is over."""
+    """The search is over; `final`: for a later training of the run, too."""
 
     final: bool = False
-    """Also for a later training of the run."""
     kind: Literal["stopped"] = "stopped"
 
 
@@ -298,10 +289,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """One observation: `challenger`'s time was below `incumbent`'s by `gain`, a difference of logarithms."""
+    """One observation: `challenger`'s time was below `incumbent`'s by `gain`, a difference of logarithms. Both are
+    places in the pool.
+    """
 
     incumbent: int
-    """Its place in the pool."""
     challenger: int
     gain: float
     variance: float
@@ -309,12 +301,11 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """A setting that took the incumbent's place for its speed."""
+    """A setting that took the incumbent's place for its speed; `gain` is a difference of logarithms."""
 
     trial: int
     replaced: int
     gain: float
-    """Difference of logarithms."""
     error: float
 
 
@@ -421,13 +412,8 @@ class SearchState:
     paces: list[Pace] = field(default_factory=list)
 
     def pair(self, challenger: Setting) -> Pair:
-        incumbent = self.book.incumbent.setting
-        for pair in self.pairs:
-            if (pair.incumbent, pair.challenger) == (incumbent, challenger):
-                return pair
-        self.pairs.append(Pair(incumbent, challenger, len(self.pairs) + 1))
-        return self.pairs[-1]
-
-    def forget_units(self) -> None:
-        """Units of the past prove nothing any more; how many challengers there were stays."""
-        self.pairs = [replace(one, gains=[], own=[], weights=[]) for one in self.pairs]
+        both = self.book.incumbent.setting, challenger
+        found = next((pair for pair in self.pairs if (pair.incumbent, pair.challenger) == both), None)
+        if found is None:
+            self.pairs.append(found := Pair(*both, order=len(self.pairs) + 1))
+        return found

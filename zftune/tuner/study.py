@@ -63,13 +63,7 @@ class RacePruner(BasePruner):
 
 
 class SearchStudy:
-    """One search's study, in memory.
-
-    Args:
-        best: see `BeliefSampler`.
-        outdone: see `RacePruner`.
-        may_run: whether a setting is allowed.
-    """
+    """One search's study, in memory; for `best` and `outdone` see its sampler and its pruner."""
 
     def __init__(
         self,
@@ -90,23 +84,18 @@ class SearchStudy:
         finally:
             optuna.logging.set_verbosity(before)
         self._open: optuna.Trial | None = None
-        self._units = 0
-        """Of the open visit."""
+        self._units = 0  # of the open visit
 
     def propose(
         self, number: int, incumbent: Setting, value: Callable[[Setting], float], rejected: list[tuple[Setting, Params]]
     ) -> tuple[Setting, Params] | None:
         """The setting to visit next, whose visit is open then; None: nothing is left.
 
-        Args:
-            number: of the search's trials before.
-            value: of a setting that may not run, by prediction.
-            rejected: takes proposals that may not run.
+        `number` counts the search's trials before; `rejected` takes proposals that may not run, whose `value` is by
+        prediction.
         """
-        if not self._space.dimensions:
-            return None
         self._units = 0
-        for question in range(MOST_ASKED):
+        for question in range(MOST_ASKED if self._space.dimensions else 0):
             self.study.sampler = self._sampler(number + question)
             trial = self.study.ask(distributions(self._space))
             setting = self._belief.chosen if self._name in _OWN else self._space.setting(trial.params)
@@ -126,8 +115,7 @@ class SearchStudy:
     def visit(self, params: Params, gains: Sequence[float] = ()) -> None:
         """Open a visit that was proposed elsewhere, or has begun before with these gains."""
         self.study.enqueue_trial(dict(params))
-        self._open = self.study.ask(distributions(self._space))
-        self._units = 0
+        self._open, self._units = self.study.ask(distributions(self._space)), 0
         for gain in gains:
             self.report(gain)
 
@@ -141,15 +129,11 @@ class SearchStudy:
     def end(self, value: float | None, setting: Setting, *, adopted: bool = False) -> None:
         """Close the visit; `value` is the logarithm of its time relative to the start's, None: it is not known."""
         trial, self._open = self._open, None
-        if trial is None:
-            return
-        trial.set_user_attr("knobs", setting.knobs())
-        trial.set_user_attr("adopted", adopted)
-        if value is None:
-            self.study.tell(trial, state=OptunaState.FAIL)
-        else:
+        if trial is not None:
+            trial.set_user_attr("knobs", setting.knobs())
+            trial.set_user_attr("adopted", adopted)
             trial.set_constraint(_CONSTRAINT, 0.0)
-            self.study.tell(trial, value)
+            self.study.tell(trial, value, OptunaState.FAIL if value is None else None)
 
     def refill(self, trials: Sequence[Trial]) -> None:
         for one in trials:
@@ -167,14 +151,12 @@ class SearchStudy:
 
     def _sampler(self, number: int) -> BaseSampler:
         """Made anew for each question, so that what it proposes follows from the run's seed and the trial's number."""
+        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
         if self._name in _OWN:
             return self._belief
-        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
-        if self._name == "tpe":
-            return TPESampler(n_startup_trials=0, seed=seed)
         if self._name == "random":
             return RandomSampler(seed=seed)
-        return GPSampler(n_startup_trials=0, seed=seed)
+        return (TPESampler if self._name == "tpe" else GPSampler)(n_startup_trials=0, seed=seed)
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:

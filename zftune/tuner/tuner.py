@@ -7,9 +7,7 @@ import contextlib
 import importlib
 import logging
 import os
-import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -21,26 +19,23 @@ import torch
 
 from zenflow import ZenFlowConfig, ZenFlowError
 from zenflow.optimizer import ZenFlowOptimizer
+from zftune.background import Background
 from zftune.errors import BadInputError
-from zftune.quality import coverage_warning, highest_rate
+from zftune.goodbye import PART_S, Goodbye
+from zftune.quality import LossGuard, coverage_warning, highest_rate
 from zftune.store.account import Counter
 from zftune.tuner.drivers import Ended, SearchDriver
-from zftune.tuner.executor import Change, Executor, TuningContext, counted, holds, leave_tried
-from zftune.tuner.guard import Losses, LossGuard, NoDisturbance, Watch
+from zftune.tuner.executor import Change, Executor, Losses, TuningContext, Watch, counted, holds, leave_tried
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import Search
 from zftune.tuner.setup import WarmupStats
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Remark
-from zftune.tuner.worker import Background
 
 CONCLUDES = "concludes"
 """Attribute of the log records that report the result at the end."""
-PART_S = 10.0
-"""Most time of the goodbye before a signal ends the process; the sender of a later SIGKILL waits about as long."""
 _JOIN_S = 90.0  # a daemon that is told goodbye may take most of it
 _DEPART_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _RATES_EVERY = 16  # steps in which all groups are looked at, which may be hundreds
 _WARM_UP_STEPS = 8
 _LONGEST_WARM_UP = 32
@@ -63,12 +58,13 @@ def warm_up_steps(config: ZenFlowConfig) -> int:
 
 
 class StepCount:
-    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later."""
+    """Counts steps, whatever numbers they have: those jump where a saved state is loaded, at the begin or later.
+
+    The warm-up is over after `begins` followed steps.
+    """
 
     def __init__(self, optimizer: ZenFlowOptimizer) -> None:
-        self.followed = 0
-        self._optimizer = optimizer
-        self._last = optimizer.steps
+        self.followed, self._optimizer, self._last = 0, optimizer, optimizer.steps
         self.begin_warm_up()
 
     def begin_warm_up(self) -> None:
@@ -76,7 +72,6 @@ class StepCount:
         self.warm_up = warm_up_steps(self._optimizer.config)
         full = max(0, self._optimizer.config.full_warm_up_rounds - self._last)
         self.begins = self.followed + full + self.warm_up
-        """After how many followed steps it is over."""
 
     @property
     def begins_anew(self) -> bool:
@@ -87,11 +82,10 @@ class StepCount:
         return bool(known) and known[0].step == 1 and known[-1].step == len(known)
 
     def after_step(self) -> bool:
+        """Whether a saved state was loaded."""
         before, self._last = self._last, self._optimizer.steps
         loaded = self._last not in (before, before + 1)  # a step that a gradient scaler leaves out is none
-        if loaded:
-            before = self._last - 1
-        self.followed += self._last - before
+        self.followed += 1 if loaded else self._last - before
         return loaded
 
 
@@ -110,7 +104,7 @@ class Tuner:
         driver: SearchDriver,
         *,
         tokens: int,
-        disturbance: Watch,
+        disturbance: Watch | None = None,
         eval_fn: Callable[[], float] | None = None,
         on_change: Change | None = None,
         consensus: KnobConsensus | None = None,
@@ -118,20 +112,16 @@ class Tuner:
         self.notices: list[str] = []
         """Sentences: failures, choices at the start, and what the staleness probe saw."""
         self._remarks: list[Remark] = []
-        """Those of them that the run's record takes."""
         self.conclusion = ""
         """The result, or why there is none, in up to four lines; there after `close()`."""
         self._optimizer, self._tokens, self._eval_fn, self._on_change = optimizer, tokens, eval_fn, on_change
-        self._asked = asked_config(optimizer)
-        self._since = optimizer.steps
-        self._driver, self._disturbance, self._consensus = driver, disturbance, consensus
-        self._losses = Losses(optimizer.device, LossGuard())
-        self._has_loss = False
+        self._asked, self._since = asked_config(optimizer), optimizer.steps
+        self.driver, self._disturbance, self._consensus = driver, disturbance, consensus
+        self._losses, self._has_loss = Losses(optimizer.device, LossGuard()), False
         self._count = StepCount(optimizer)
         self._first_rate = self._highest_rate = 0.0
         self._best: tuple[Setting, Mapping[str, Any]] | None = None
         self._counter = Counter(optimizer.device.clock.now())
-        driver.count_by(self._counter)
         self._finishing: Background[None] | None = None
         self.live: Executor | None = None
         self._probed: Setting | None = None
@@ -168,56 +158,31 @@ class Tuner:
 
     @property
     def search(self) -> Search | None:
-        return self._driver.search
+        return self.driver.search
 
     @property
     def run_id(self) -> str | None:
-        """Of the run in the store; None: the daemon writes it down, or nothing is written."""
-        return self._driver.run_id
-
-    @property
-    def asks_daemon(self) -> bool:
-        return self._driver.asks_daemon
-
-    @property
-    def registered(self) -> bool:
-        return self._driver.registered
-
-    @property
-    def begins(self) -> int:
-        return self._count.begins
+        return self.driver.run_id
 
     @property
     def gain(self) -> float:
-        """What the best settings so far save, a share of the step time.
-
-        It is that of the settings that the search began with, or of earlier ones that had to take their place.
-        """
+        """What the best settings so far save, a share of the step time of those at the start."""
         return 0.0 if self.live is None else self.live.gain_share
 
     def follows(self, optimizer: ZenFlowOptimizer) -> bool:
         return self._optimizer is optimizer
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits.
-
-        Raises:
-            BadInputError: it is more than one number.
+        """Give a step's loss, a scalar on any device or a number, to the guard; it never waits. Raises BadInputError:
+        it is more than one number.
         """
-        if not self.searching:
-            return
-        self._has_loss = True
-        if self.live is not None:
-            self.live.log_loss(loss)
-        else:
-            self._losses.add(self._optimizer.steps, loss)
+        if self.searching:
+            self._has_loss = True
+            add = self._losses.add if self.live is None else self.live.log_loss
+            add(self._optimizer.steps, loss)
 
     def log_tokens(self, tokens: int) -> None:
-        """Set the tokens of a step from now on; scores are in time per token.
-
-        Raises:
-            BadInputError: it is no number of tokens.
-        """
+        """Set the tokens of a step from now on; scores are in time per token. Raises BadInputError: it is no number."""
         if tokens < 1:
             raise BadInputError(f"tokens is {tokens!r}; it must be an integer >= 1")
         self._tokens = tokens
@@ -230,14 +195,14 @@ class Tuner:
 
     @property
     def meets_ranks(self) -> bool:
-        """Whether the steps of several ranks still agree on knobs; for some steps after `close()`, too."""
+        """Whether several ranks still agree on knobs; for some steps after `close()`, too."""
         return self._consensus is not None and not self._consensus.over
 
     def close(self, reason: str | None = None) -> None:
-        """End the tuning; the incumbent's knobs stay, and the result is written down.
+        """End the tuning, on all ranks; the incumbent's knobs stay, and the result is written down.
 
-        With several ranks it ends on all of them; they get the incumbent's knobs after their next steps. `reason`: why
-        it ends before the search is over, a sentence; None: the training has ended.
+        Several ranks get these knobs after their next steps. `reason`: why it ends before the search is over, a
+        sentence; None: the training has ended.
         """
         if self._closed or self._is_elsewhere:
             return
@@ -248,7 +213,20 @@ class Tuner:
             if self._finishing is None:
                 self._end_search()  # here: a thread could not be started any more where the interpreter ends
         finally:
-            self._let_go()
+            self._close_hook.remove()
+            _open.discard(self)
+            if not _open:
+                atexit.unregister(_close_all)
+            _deafen()
+            if self._consensus is None or self._consensus.over:
+                self._hook.remove()
+            else:
+                self._consensus.leave()  # with the next steps
+            if self._disturbance is not None:
+                self._disturbance.close()
+            if self._finishing is not None:
+                self._finishing.join(_JOIN_S)
+            self.driver.close()
             self._note_best()
             asked = self._optimizer.asked_config
             if self.live is not None and holds(asked, self.live.incumbent.knobs()):
@@ -261,10 +239,10 @@ class Tuner:
         self._closed = True
         if self._finishing is not None:
             self._finishing.join(PART_S)
-            return
-        if self.live is not None:
-            self.live.stop("", restores=False)
-        self._end_search()
+        else:
+            if self.live is not None:
+                self.live.stop("", restores=False)
+            self._end_search()
 
     def depart(self) -> None:
         """Close it at the end of the process or of its optimizer, where no step comes any more."""
@@ -272,35 +250,17 @@ class Tuner:
         if self._consensus is not None and not self._is_elsewhere:
             self._consensus.close(_DEPART_S)
 
-    def _let_go(self) -> None:
-        self._close_hook.remove()
-        _open.discard(self)
-        if not _open:
-            atexit.unregister(_close_all)
-        _deafen()
-        if self._consensus is None or self._consensus.over:
-            self._hook.remove()
-        else:
-            self._consensus.leave()  # with the next steps
-        self._disturbance.close()
-        if self._finishing is not None:
-            self._finishing.join(_JOIN_S)
-        self._driver.close()
-
     # --- step by step ------------------------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
         if self._is_elsewhere:
             return
         before = self._count.followed
-        loaded = self._count.after_step()
-        now_s = self._optimizer.device.clock.now()
+        loaded, now_s = self._count.after_step(), self._optimizer.device.clock.now()
         self._counter.step(now_s, self._count.followed - before, self._tokens, self._rate())
         self._counter.last_step = self._optimizer.steps
         consensus = self._consensus
-        if loaded and consensus is not None:
-            consensus.resume_from_saved()  # whatever has come of the tuning here: the others do
-        if loaded and self.searching:
+        if loaded:
             self._resume_from_saved()
         if consensus is not None:
             with self._giving_up():
@@ -312,11 +272,17 @@ class Tuner:
             if self._finishing is None:
                 with self._giving_up():
                     self._follow()
-            if self._eval_fn is not None and self._probe_is_due():
+            if self._eval_fn is not None:
                 self._probe(self._eval_fn)
         self._note_best()
-        if consensus is not None:
-            self._talk(consensus)
+        if consensus is not None:  # all ranks do, after every step, whatever has come of the tuning here
+            if self._finishing is not None:
+                consensus.leave()
+            if self.live is not None:
+                consensus.keeps = self._best_knobs()
+            consensus.say()
+            if consensus.over and self._closed:
+                self._hook.remove()
 
     def _rate(self) -> float:
         """The highest learning rate; all groups are looked at where that of the first has changed, and now and then."""
@@ -335,42 +301,35 @@ class Tuner:
     def _note_best(self) -> None:
         """Have a state that is saved while a setting is tried name the one to go back to, the same on all ranks."""
         optimizer, consensus = self._optimizer, self._consensus
-        is_over = not self.searching if consensus is None else consensus.over
-        if is_over:
-            if optimizer.kept_knobs is not None and holds(optimizer.config, optimizer.kept_knobs):
-                optimizer.kept_knobs = None
-            return
+        kept = optimizer.kept_knobs
         best = self._best_knobs() if consensus is None else consensus.keeps  # before rank 0 tells of another one
-        if best is not None and optimizer.kept_knobs is not best:  # which a change of knobs has forgotten
+        if not self.searching if consensus is None else consensus.over:
+            if kept is not None and holds(optimizer.config, kept):
+                optimizer.kept_knobs = None
+        elif best is not None and kept is not best:  # which a change of knobs has forgotten
             optimizer.kept_knobs = best
 
     def _resume_from_saved(self) -> None:
         """A saved state was loaded: earlier steps are of another course, and this one's first steps are slow."""
+        if self._consensus is not None:
+            self._consensus.resume_from_saved()  # whatever has come of the tuning here: the others do
+        if not self.searching:
+            return
         self._losses.forget()
-        if not self._driver.begun:
+        if not self.driver.begun:
             self._count.begin_warm_up()
         if self.live is None:
             self._since = self._optimizer.steps
-            if self._consensus is None:
-                self.say(leave_tried(self._optimizer, self._on_change), logging.INFO)
+            back = leave_tried(self._optimizer, self._on_change) if self._consensus is None else ""
+            self.say(back, logging.INFO)
         elif self._consensus is None:
             self.live.resume_from_saved()
         else:
             self._give_up("Tuning ended: a saved state was loaded, and several ranks do not go on from one.")
 
-    def _talk(self, consensus: KnobConsensus) -> None:
-        """All ranks do, after every step, whatever has come of the tuning here: they wait for each other."""
-        if self._finishing is not None:
-            consensus.leave()
-        if self.live is not None:
-            consensus.keeps = self._best_knobs()
-        consensus.say()
-        if consensus.over and self._closed:
-            self._hook.remove()
-
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """End the tuning, not the training, where something of ours fails inside; the runtime's errors are raised."""
+        """End the tuning, not the training, where something of ours fails; the runtime's errors are raised."""
         try:
             yield
         except ZenFlowError:
@@ -395,51 +354,46 @@ class Tuner:
             self._listen()
             if self._over:
                 self._finish()
-        elif not self._driver.begun:
-            self._warm()
-        elif not self._begin():
-            self._watch()
+        elif self.driver.begun and self._begin():
+            return
+        elif (wrong := self._losses.judge()) is not None:
+            self._give_up(wrong)
+        elif not self.driver.begun and self._count.followed >= self._count.begins:
+            self._end_warm_up()
 
     def _follow_first(self, consensus: KnobConsensus) -> None:
         """Another rank than the first changes knobs with the others, and reports where its loss goes wrong."""
         if consensus.over:
-            self.notices += [consensus.reason] if consensus.reason else []
+            self.notices += filter(None, [consensus.reason])
             self._finish()
         elif not consensus.wrong_at and (wrong := self._losses.judge()) is not None:
             self.notices.append(wrong)
             consensus.wrong_at = self._optimizer.steps
 
-    def _warm(self) -> None:
-        if not self._watch() and self._count.followed >= self._count.begins:
-            steps = tuple(self._optimizer.history()[-self._count.warm_up :])
-            covered = [one.coverage for one in steps if one.coverage is not None]
-            mean = fmean(covered) if covered else None
-            warning = coverage_warning(mean, asdict(self._optimizer.config), tuned=True)
-            if warning is not None:
-                _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
-            self._asked = asked_config(self._optimizer)
-            config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
-            self._driver.prepare(WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew))
-
-    def _watch(self) -> bool:
-        wrong = self._losses.judge()
-        if wrong is not None:
-            self._give_up(wrong)
-        return wrong is not None
+    def _end_warm_up(self) -> None:
+        steps = tuple(self._optimizer.history()[-self._count.warm_up :])
+        covered = [one.coverage for one in steps if one.coverage is not None]
+        mean = fmean(covered) if covered else None
+        warning = coverage_warning(mean, asdict(self._optimizer.config), tuned=True)
+        if warning is not None:
+            _logger.warning("%s", warning)  # no notice: what shows a run tells of its coverage as it is then
+        self._asked = asked_config(self._optimizer)
+        config, asked = (counted(one) for one in (self._optimizer.config, self._asked))
+        seen = WarmupStats(config, steps, self._has_loss, asked, self._count.begins_anew)
+        self.driver.prepare(seen, self._counter)
 
     def _begin(self) -> bool:
-        self.live = self._driver.live(
-            TuningContext(
-                optimizer=self._optimizer,
-                tokens=self._tokens,
-                since=self._since,
-                disturbance=self._disturbance,
-                losses=self._losses if self._has_loss else None,
-                on_change=None if self._consensus is not None else self._on_change,  # which reports it itself
-                changes=self._consensus,
-                counter=self._counter,
-            )
+        scene = TuningContext(
+            optimizer=self._optimizer,
+            tokens=self._tokens,
+            since=self._since,
+            disturbance=self._disturbance,
+            losses=self._losses if self._has_loss else None,
+            on_change=None if self._consensus is not None else self._on_change,  # which reports it itself
+            changes=self._consensus,
+            counter=self._counter,
         )
+        self.live = self.driver.live(scene)
         self._listen()
         if self.live is not None and self.run_id is not None:
             called = self.run_id[:8]
@@ -447,37 +401,31 @@ class Tuner:
         return self.live is not None
 
     def _listen(self) -> None:
-        for level, sentence in self._driver.said():  # a warning is of the store, whose rows take no remark of it
+        for level, sentence in self.driver.said():  # a warning is of the store, whose rows take no remark of it
             self.say(sentence, level, is_remark=level < logging.WARNING)
 
-    # --- the staleness probe -----------------------------------------------------------------------------------------
-
-    def _probe_is_due(self) -> bool:
-        """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
-        if self.live is None:
-            is_known = self._optimizer.config.update_interval != "auto"
-            return self._probed is None and self._driver.begun and is_known
-        setting = self.live.incumbent
-        settled = setting.update_interval + setting.apply_lag
-        return self._probed != setting and self.live.request is None and self.live.steady_steps > settled
-
     def _probe(self, eval_fn: Callable[[], float]) -> None:
+        """Once before the search and for each incumbent, where nothing is measured and nothing older is pending."""
+        live = self.live
+        if live is None:
+            is_due = self._probed is None and self.driver.begun and self._optimizer.config.update_interval != "auto"
+        else:
+            settled = live.incumbent.update_interval + live.incumbent.apply_lag
+            is_due = self._probed != live.incumbent and live.request is None and live.steady_steps > settled
+        if not is_due:
+            return
         setting = self._probed = self.incumbent
         with torch.no_grad():
             before = float(eval_fn())
             self._optimizer.flush()
             after = float(eval_fn())
-        self.say(
-            f"Staleness probe after step {self._optimizer.steps} under {setting}: the loss is {before:.6g} before and "
-            f"{after:.6g} after a flush.",
-            logging.INFO,
-        )
+        when = f"Staleness probe after step {self._optimizer.steps} under {setting}"
+        self.say(f"{when}: the loss is {before:.6g} before and {after:.6g} after a flush.", logging.INFO)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        if self._finishing is None:
-            # In simulated time the machine's, in which it is written down, does not count.
+        if self._finishing is None:  # in simulated time the machine's, in which it is written down, does not count
             self._finishing = Background(self._end_search, "zftune-finish", self._optimizer.device.clock, takes_s=0.0)
 
     def _end_search(self) -> None:
@@ -495,7 +443,7 @@ class Tuner:
                 incumbent=None if self.live is None else self.live.incumbent,
                 gain=None if self.live is None else self.live.gain,
             )
-            for level, sentence in self._driver.end(ended):
+            for level, sentence in self.driver.end(ended):
                 self.conclusion = self.conclusion or sentence
                 _logger.log(level, "%s", sentence, extra={CONCLUDES: True})
                 if level >= logging.WARNING:
@@ -511,13 +459,11 @@ class Tuner:
         self._finish()
 
     def say(self, sentence: str, level: int = logging.WARNING, *, is_remark: bool = True) -> None:
-        if not sentence:
-            return
-        self.notices.append(sentence)
-        if is_remark:
+        if sentence:
+            self.notices.append(sentence)
             now = self._counter.count.seconds, time.time(), self._counter.last_step
-            self._remarks.append(Remark(sentence, *now))
-        _logger.log(level, "%s", sentence)
+            self._remarks += [Remark(sentence, *now)] if is_remark else []
+            _logger.log(level, "%s", sentence)
 
 
 def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
@@ -525,13 +471,6 @@ def asked_config(optimizer: ZenFlowOptimizer) -> ZenFlowConfig:
     left, before = _left.get(optimizer, (None, None))
     asked = optimizer.asked_config
     return before if before is not None and asked == left else asked
-
-
-def closed_tuner(optimizer: ZenFlowOptimizer) -> Tuner:
-    """A closed tuner of an optimizer: it has the knobs, and nothing else."""
-    tuner = Tuner(optimizer, SearchDriver(), tokens=1, disturbance=NoDisturbance())
-    tuner.close()
-    return tuner
 
 
 def _part_all() -> None:
@@ -542,65 +481,10 @@ def _part_all() -> None:
             _logger.exception("The end of a tuning could not be written down.")
 
 
-class Goodbye:
-    """Calls `say` when a signal from outside ends this process, which then ends as before.
-
-    A handler of the program's own stays, and ignored signals stay ignored; outside the main thread no handler can be
-    set. A fork's child, such as a worker of a DataLoader, ends as it does without us.
-    """
-
-    def __init__(self, say: Callable[[], None]) -> None:
-        self._say = say
-        self._follows_forks = False
-        self._forking = threading.local()
-
-    def hear(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not self._follows_forks:
-            self._follows_forks = True
-            os.register_at_fork(
-                before=self._hold, after_in_parent=self._take, after_in_child=lambda: self._take(of_child=True)
-            )
-        for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, self._end_by)
-
-    def deafen(self) -> None:
-        for number in self._heard() if threading.current_thread() is threading.main_thread() else ():
-            signal.signal(number, signal.SIG_DFL)
-
-    def _heard(self) -> list[signal.Signals]:
-        return [number for number in _SIGNALS if signal.getsignal(number) == self._end_by]
-
-    def _hold(self) -> None:
-        """For the time of a fork: Python forgets a signal that comes to the child before its handlers are as before."""
-        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if self._heard() else None
-
-    def _take(self, *, of_child: bool = False) -> None:
-        if of_child:
-            self.deafen()
-        mask = getattr(self._forking, "mask", None)
-        if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def _end_by(self, number: int, _: object) -> None:
-        """Say goodbye, and end by the signal; a second one does not wait."""
-        signal.signal(number, signal.SIG_DFL)
-        # In a thread of its own: what this one was interrupted in may hold the locks that it takes.
-        goodbye = threading.Thread(target=self._say, name="zftune-goodbye", daemon=True)
-        try:
-            goodbye.start()  # not once Python is ending, from 3.12 on: the tuners part by themselves then
-            goodbye.join(PART_S)
-        finally:
-            os.kill(os.getpid(), number)
-
-
 _goodbye = Goodbye(_part_all)
 
 
 def _deafen() -> None:
-    """After the last tuner."""
     if not open_tuners():  # `_open` may still count one that is gone
         _goodbye.deafen()
 

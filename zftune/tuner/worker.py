@@ -8,73 +8,23 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Protocol
 
 from zenflow import StepStats
-from zenflow.clock import REAL_CLOCK, Clock, Thread
+from zenflow.clock import REAL_CLOCK, Clock
+from zftune.background import Background
 from zftune.tuner import messages
 from zftune.tuner.evidence import Gain
 from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Outcome, Request, UnmeasuredSteps
+from zftune.tuner.states import Outcome, Request
 
-T = TypeVar("T")
 _JOIN_S = 5.0
 _logger = logging.getLogger("zftune")
-
-
-@contextmanager
-def taking_time(clock: Clock, takes_s: float | None) -> Iterator[None]:
-    """The body takes `takes_s` of a simulated clock, which stands still meanwhile; None: the real duration."""
-    began_s = time.monotonic()
-    try:
-        yield
-    finally:
-        if clock.simulated:
-            clock.sleep(time.monotonic() - began_s if takes_s is None else takes_s)
-
-
-class Background(Generic[T]):
-    """Begins `work` at once; its thread ends with the process. `takes_s`: simulated time; None: the real duration."""
-
-    def __init__(
-        self, work: Callable[[], T], name: str, clock: Clock = REAL_CLOCK, takes_s: float | None = None
-    ) -> None:
-        self._work, self._clock, self._takes_s = work, clock, takes_s
-        self._result: T | None = None
-        self._error: Exception | None = None
-        self._thread = clock.thread(self._run, name)
-        self._thread.start()
-        self.join = self._thread.join
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def result(self) -> T:
-        """Ask when it is done. Raises what the work raised."""
-        if self._error is not None:
-            raise self._error
-        return cast("T", self._result)
-
-    def _run(self) -> None:
-        try:
-            with taking_time(self._clock, self._takes_s):
-                self._result = self._work()
-        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
-            self._error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +37,15 @@ class Answer:
     start: Setting | None = None
     """What the search began from; None: as before."""
     gain: Gain | None = None
-    """Of the incumbent over it; None: it is that, or nothing was adopted."""
+    """Of the incumbent over it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """What is measured does not count any more."""
+    """What is measured does not count any more; `incumbent` runs from now on, if it is another one."""
 
     reason: str
     incumbent: Setting | None = None
-    """To run from now on; None: as before."""
     gain: Gain | None = None
 
 
@@ -115,9 +64,6 @@ class SearchWorker(Protocol):
 
     def guard(self, reason: str) -> None:
         """End the search because training goes wrong; an answer under way is dropped."""
-
-    def idle(self, between: UnmeasuredSteps) -> None:
-        """Count steps that belong to no measurement, once the search is over."""
 
     def stop(self, reason: str) -> None:
         """End the search early; after `close`. `reason` "": the training has ended."""
@@ -153,34 +99,25 @@ class ThreadWorker(SearchWorker):
     ) -> None:
         self._search, self._recorder, self._clock, self._keep = search, recorder, clock, keep
         self._asked: Request | None = None
-        self._answer: Answer | None = None
+        self._thinking: Background[Answer | None] | None = None
         self._closing = False
-        self._wrong: str | None = None
-        self.busy = False
+        self._wrong = ""
+
+    @property
+    def busy(self) -> bool:
         """Whether it thinks: the search is the worker's."""
-        self._lock = threading.Lock()
-        self._thread: Thread | None = None
+        return self._thinking is not None and not self._thinking.done
 
-    def hand(self, outcome: Outcome | None) -> None:
-        self._begin(outcome, ask=True)
-
-    def put_away(self, outcome: Outcome) -> None:
-        """Take the outcome of the last request, and choose nothing; returns at once."""
-        self._begin(outcome, ask=False)
-
-    def _begin(self, outcome: Outcome | None, *, ask: bool) -> None:
-        self.busy = True
-        self._thread = self._clock.thread(partial(self._work, outcome, ask), "zftune-desk")
-        self._thread.start()
+    def hand(self, outcome: Outcome | None, *, ask: bool = True) -> None:
+        """`ask`: whether to choose the next request, too."""
+        work = partial(self._think, outcome, ask=ask)
+        self._thinking = Background(work, "zftune-desk", self._clock, self._search.options.thinking_s)
 
     def poll(self) -> Answer | None:
-        if self.busy or self._answer is None:
+        if self._thinking is None or self.busy:
             return None
-        answer, self._answer = self._answer, None
-        return answer
-
-    def idle(self, between: UnmeasuredSteps) -> None:
-        self._search.idle(between)
+        thinking, self._thinking = self._thinking, None
+        return thinking.result
 
     def applied(self, step: int, setting: Setting) -> None:
         if self._recorder is not None:
@@ -199,67 +136,47 @@ class ThreadWorker(SearchWorker):
             self._search.stop(reason or messages.ENDED_EARLY, early=True)
 
     def guard(self, reason: str) -> None:
-        with self._lock:
-            self._closing = True
-            if self.busy:
-                self._wrong = reason
-            else:
-                self._search.guard(reason)
+        self._closing, self._wrong = True, reason
+        self._end_guarded()
+
+    def _end_guarded(self) -> None:
+        if self._wrong and not self.busy:
+            self._search.guard(self._wrong)
+            self._wrong, self._thinking = "", None
 
     def close(self) -> None:
         self._closing = True
         if self._recorder is not None:
             self._recorder.hurry()
-        if self._thread is None:
-            return
-        self._thread.join(_JOIN_S)
-        if self._thread.is_alive():
+        if self._thinking is not None:
+            self._thinking.join(_JOIN_S)
+        if self.busy:
             _logger.warning("The search's thread has not ended within %g s; it is left behind.", _JOIN_S)
+        self._end_guarded()
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
-    def _work(self, outcome: Outcome | None, ask: bool) -> None:
-        answer = None
+    def _think(self, outcome: Outcome | None, *, ask: bool = True) -> Answer | None:
+        search, recorder = self._search, self._recorder
         try:
-            with taking_time(self._clock, self._search.options.thinking_s):
-                if ask:
-                    answer = self._think(outcome)
-                elif outcome is not None:
-                    self._take(outcome)
-        except _InterruptedError:
-            _logger.debug("The search was interrupted while it was thought about.")
+            if outcome is not None:
+                adopted = len(search.book.adoptions)
+                search.tell(outcome)
+                if recorder is not None and self._asked is not None:
+                    recorder.after(search, self._asked, outcome)
+                if self._keep is not None and len(search.book.adoptions) > adopted:
+                    self._keep(search)
+            while ask:
+                request = search.next()
+                if self._closing:  # nobody waits for an answer: nothing is written down as in flight
+                    return None
+                refused = None if recorder is None or request is None else recorder.before(search, request)
+                if refused is None:
+                    self._asked = request
+                    return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
+                search.stop(refused)
+            return None
         except Exception as error:
             _logger.exception("The search failed; the training goes on under the best settings so far.")
-            self._search.stop(f"The search failed: {type(error).__name__}: {error}.")
-            answer = Answer(None, self._search.book.incumbent.setting, gain=self._search.book.gain)
-        with self._lock:
-            if self._wrong is not None:
-                self._search.guard(self._wrong)
-                answer = None
-            self._answer, self.busy = answer, False
-
-    def _take(self, outcome: Outcome) -> None:
-        adopted = len(self._search.book.adoptions)
-        self._search.tell(outcome)
-        if self._recorder is not None and self._asked is not None:
-            self._recorder.after(self._search, self._asked, outcome)
-        if self._keep is not None and len(self._search.book.adoptions) > adopted:
-            self._keep(self._search)
-
-    def _think(self, outcome: Outcome | None) -> Answer:
-        search, recorder = self._search, self._recorder
-        if outcome is not None:
-            self._take(outcome)
-        while True:
-            request = search.next()
-            if self._closing:  # nobody waits for an answer: nothing is written down as in flight
-                raise _InterruptedError
-            refused = None if recorder is None or request is None else recorder.before(search, request)
-            if refused is None:
-                self._asked = request
-                return Answer(request, search.book.incumbent.setting, gain=search.book.gain)
-            search.stop(refused)
-
-
-class _InterruptedError(Exception):
-    """Nobody waits for the answer any more."""
+            search.stop(f"The search failed: {type(error).__name__}: {error}.")
+            return Answer(None, search.book.incumbent.setting, gain=search.book.gain)

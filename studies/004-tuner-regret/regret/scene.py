@@ -14,11 +14,12 @@ from zftune.emulation import RigSpec
 from zftune.emulation.machines import load_rig
 from zftune.planner.choosing import ranked
 from zftune.planner.closed_form import predict
+from zftune.planner.machine import rig_machine
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task
 from zftune.quality import assumed_coverage
-from zftune.tuner.setup import PlannerForecast, rig_machine
+from zftune.tuner.setup import PlannerForecast
 from zftune.tuner.space import PUBLISHED, Dimension, Forecaster, Setting, Space
 from zftune.workload import load_text
 

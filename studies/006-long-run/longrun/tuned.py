@@ -20,7 +20,7 @@ from zftune.daemon.client.http import DaemonClient
 from zftune.emulation.emulator import Slack
 from zftune.errors import DaemonError
 from zftune.store import open_store
-from zftune.tuner.guard import disturbance_of
+from zftune.tuner.executor import disturbance_of
 from zftune.tuner.messages import sentence
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import TuneRequest

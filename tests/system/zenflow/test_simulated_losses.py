@@ -9,7 +9,8 @@ from tests.support.zenflow.simulated_cuda import SimulatedCuda
 from zenflow.device import CudaDevice
 from zftune.agent.recorder import DeviceEvents, Recorder, StepRow
 from zftune.losses import StepLosses
-from zftune.tuner.guard import Losses, LossGuard
+from zftune.quality import LossGuard
+from zftune.tuner.executor import Losses
 
 STEPS = 6
 

@@ -15,8 +15,7 @@ from zftune.daemon.protocol.messages import Goodbye
 from zftune.store.account import Counter
 from zftune.tuner import messages
 from zftune.tuner.drivers import Ended, Said, SearchDriver
-from zftune.tuner.executor import Executor, TuningContext, counted
-from zftune.tuner.guard import gpu_uuid
+from zftune.tuner.executor import Executor, TuningContext, counted, gpu_uuid
 from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo
 from zftune.tuner.space import Setting
 
@@ -48,10 +47,8 @@ class DaemonDriver(SearchDriver):
         self._daemon_session: DaemonSession | None = None
         self._told = 0
 
-    def count_by(self, counter: Counter) -> None:
-        self._worker.counter = counter
-
-    def prepare(self, seen: WarmupStats) -> None:
+    def prepare(self, seen: WarmupStats, counter: Counter) -> None:
+        self._worker.counter, self.begun = counter, True
         reader = self._reader  # not this, or its thread would keep it
         self._daemon_session = DaemonSession(
             self._transport, self._worker, lambda: reader.facts(seen), tokens=self._tokens, gpu_uuid=self._uuid,
@@ -61,11 +58,7 @@ class DaemonDriver(SearchDriver):
         weakref.finalize(self, self._daemon_session.abandon).atexit = False
 
     @property
-    def begun(self) -> bool:
-        return self._daemon_session is not None
-
-    @property
-    def registered(self) -> bool:
+    def registered(self) -> bool:  # type: ignore[override]
         return self._daemon_session is not None and self._daemon_session.met
 
     def live(self, scene: TuningContext) -> Executor | None:
@@ -115,7 +108,6 @@ class DaemonDriver(SearchDriver):
             over=ended.over or ended.given_up,
             reason=(self._worker.wrong or self._worker.reason)[:_MOST_SENTENCE],
             remarks=tuple(replace(one, reason=one.reason[:_MOST_SENTENCE]) for one in ended.remarks[-_MOST_REMARKS:]),
-            idle=self._worker.between,
             count=ended.count,
         )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zenflow.clock import REAL_CLOCK, Clock
+from zftune.background import taking_time
 from zftune.daemon import PROTOCOL, SHOWN
 from zftune.daemon.client.worker import RemoteWorker
 from zftune.daemon.protocol.codec import WireError, decode, encode
@@ -27,7 +28,6 @@ from zftune.store.location import meant_by
 from zftune.store.locks import RunLocks
 from zftune.tuner.setup import TrainingFacts
 from zftune.tuner.states import OF_INCUMBENT
-from zftune.tuner.worker import taking_time
 
 QUICK_S = 0.2
 """Between two reports while the training waits for an answer, at least: see `waiting_s`."""

@@ -26,7 +26,7 @@ from zftune.daemon.protocol.messages import (
 from zftune.errors import ZftuneError
 from zftune.store.account import Counter
 from zftune.tuner.space import Setting
-from zftune.tuner.states import OF_INCUMBENT, Outcome, UnmeasuredSteps
+from zftune.tuner.states import OF_INCUMBENT, Outcome
 from zftune.tuner.worker import Answer, SearchWorker, Withdraw
 
 _MOST_SENTENCE = 2000
@@ -44,8 +44,6 @@ class RemoteWorker(SearchWorker):
         """Set when nothing more is asked."""
         self.reason = ""
         """Why the tuning was ended; "": the training was."""
-        self.between: UnmeasuredSteps | None = None
-        """Steps that belong to no measurement, at the end."""
         self.steps = 0
         """That were observed, since the search began."""
         self.counter: Counter | None = None
@@ -115,9 +113,6 @@ class RemoteWorker(SearchWorker):
         with self._lock:
             self._guard, self._answer, self._over = reason, None, True
         self.wake.set()
-
-    def idle(self, between: UnmeasuredSteps) -> None:
-        self.between = between
 
     def stop(self, reason: str) -> None:
         self.reason = reason

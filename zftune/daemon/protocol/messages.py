@@ -24,7 +24,7 @@ from zftune.store.account import Count
 from zftune.tuner.evidence import Gain
 from zftune.tuner.setup import TrainingFacts
 from zftune.tuner.space import Setting
-from zftune.tuner.states import Outcome, Remark, Request, UnmeasuredSteps
+from zftune.tuner.states import Outcome, Remark, Request
 
 MOST_STEPS = 1024
 """Statistics in one report."""
@@ -234,8 +234,6 @@ class Goodbye:
     """Why it ended; "": the training did."""
     remarks: Annotated[tuple[Annotated[Remark, AfterValidator(_is_of_a_run)], ...], Field(max_length=64)] = ()
     """What was found out beside the search."""
-    idle: UnmeasuredSteps | None = None
-    """Steps that belong to no measurement."""
     count: Count | None = None
 
 

@@ -71,7 +71,7 @@ class SearchHandle:
             self.over = not any(note.kind == "rollback" for note in self.search.notes)
         elif paused:
             reason = "the run was paused before it began"
-            worker.put_away(Outcome("void", tokens=self._tokens, reason=reason, called_off=True))
+            worker.hand(Outcome("void", tokens=self._tokens, reason=reason, called_off=True), ask=False)
         else:
             self.decision += 1
             self.request, self._called_off = answer.request, False
@@ -99,10 +99,7 @@ class SearchHandle:
         self.request, self._handed = None, self.decision
         if outcome.status == "void" and (paused or self._called_off):
             outcome = replace(outcome, called_off=True)
-        if paused:
-            self._worker.put_away(outcome)
-        else:
-            self._worker.hand(outcome)
+        self._worker.hand(outcome, ask=not paused)
 
     def check(self, outcome: Outcome) -> None:
         """Refuse what cannot have come of the request. Raises WireError: it cannot."""

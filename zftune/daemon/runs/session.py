@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from zftune.background import Background
 from zftune.daemon import PROTOCOL
 from zftune.daemon.protocol.messages import Directive, Farewell, Goodbye, Hello, Report, StepFigures
 from zftune.daemon.runs import states
@@ -28,7 +29,6 @@ from zftune.tuner.record import StoreRecorder
 from zftune.tuner.setup import Prepared
 from zftune.tuner.space import Setting
 from zftune.tuner.states import Outcome
-from zftune.tuner.worker import Background
 
 if TYPE_CHECKING:
     from zftune.store.store import Store

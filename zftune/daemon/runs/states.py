@@ -43,11 +43,8 @@ def farewell(prepared: Prepared | None, message: Goodbye, total: Count) -> Farew
     """End a search without a working thread; `prepared` None: it had not begun. `total` is the whole run's count."""
     search = None if prepared is None else prepared.search
     over = search is not None and search.is_settled
-    if search is not None:
-        if message.idle is not None:
-            search.idle(message.idle)
-        if not over:
-            search.stop(message.reason or ENDED_EARLY, early=True)
+    if search is not None and not over:
+        search.stop(message.reason or ENDED_EARLY, early=True)
     level, result = conclusion(search, total, steps=message.steps, begins=message.begins, over=over or message.over)
     if prepared is not None and search is not None:
         for remark in message.remarks:

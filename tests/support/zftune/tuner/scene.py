@@ -12,11 +12,10 @@ from torch import nn
 
 from zenflow import StepStats, ZenFlowAdamW, ZenFlowConfig
 from zenflow.device import Device
-from zftune.quality import assumed_coverage
+from zftune.quality import LossGuard, assumed_coverage
 from zftune.store.account import Count
 from zftune.tuner.curve import CurveBuilder
-from zftune.tuner.executor import TuningContext, live_search
-from zftune.tuner.guard import Losses, LossGuard
+from zftune.tuner.executor import Losses, TuningContext, live_search
 from zftune.tuner.record import StoreRecorder
 from zftune.tuner.search import Search, SearchOptions
 from zftune.tuner.setup import NoForecast
@@ -32,8 +31,8 @@ Make = Callable[..., "Scene"]
 class SyncWorker(ThreadWorker):
     """Thinks at once, in the thread that asks."""
 
-    def hand(self, outcome: Outcome | None) -> None:
-        self._answer = self._think(outcome)
+    def hand(self, outcome: Outcome | None, *, ask: bool = True) -> None:
+        self._answer = self._think(outcome, ask=ask)
 
     def poll(self) -> Answer | None:
         answer, self._answer = self._answer, None

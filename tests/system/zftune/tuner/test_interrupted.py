@@ -77,7 +77,7 @@ def test_a_signal_ends_a_process_that_can_start_no_thread_any_more() -> None:
     done = forked.run(
         """
 import os, signal, threading
-from zftune.tuner.tuner import Goodbye
+from zftune.goodbye import Goodbye
 
 def refuses(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")

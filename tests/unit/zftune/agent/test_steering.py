@@ -238,7 +238,7 @@ class Followed:
     """A tuner whose daemon is kept; `then` happens in the pauses between looks, and in the one after those it ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *then: Callable[[Followed], None]) -> None:
-        self.searching, self.registered = True, False
+        self.searching, self.registered, self.driver = True, False, self
         self.answers: bool | Exception = True
         """Whether a daemon does; what keeps one from being started where none does."""
         self.asked: list[str] = []

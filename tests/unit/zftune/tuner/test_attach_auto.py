@@ -11,8 +11,9 @@ from tests.support.zftune.tuner.loop import Attach, Loop, attach
 from zenflow import ZenFlowConfig
 from zenflow.errors import HostMemoryError
 from zftune.tuner import drivers
+from zftune.tuner.drivers import SearchDriver
 from zftune.tuner.space import Setting
-from zftune.tuner.tuner import closed_tuner
+from zftune.tuner.tuner import Tuner
 
 __all__ = ["attach"]
 
@@ -67,7 +68,8 @@ def test_zen_auto_stays_where_nothing_can_be_searched(
 
 def test_zen_auto_stays_where_nobody_searches() -> None:
     loop = Loop(AUTO)
-    tuner = closed_tuner(loop.optimizer)
+    tuner = Tuner(loop.optimizer, SearchDriver(), tokens=1)
+    tuner.close()
     loop.step()
     assert loop.optimizer.config.update_interval == "auto"
     assert tuner.incumbent.update_interval == 4

@@ -21,6 +21,13 @@ def test_a_step_that_exchanges_columns_counts_in_full() -> None:
     assert block_value(steps, [False] * 15 + [True]) == pytest.approx(math.log(150))
 
 
+def test_what_each_window_waits_counts_in_full_and_a_hiccup_does_not() -> None:
+    windows = [30.0, 30.0, 30.0, 140.0] * 4
+    assert block_value(windows, (), 4) == pytest.approx(math.log(57.5))
+    assert block_value([*windows[:-1], 900.0], (), 4) == pytest.approx(math.log((12 * 30 + 3 * 140 + 350) / 16))
+    assert block_value(windows[:4], (), 16) == pytest.approx(math.log(57.5))
+
+
 @pytest.mark.parametrize(
     ("interval", "wanted", "steps"), [(4, 16, 16), (16, 0, 16), (12, 16, 24), (4, 33, 36), (3, 999, 66)]
 )

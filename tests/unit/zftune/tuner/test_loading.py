@@ -61,7 +61,7 @@ def test_a_training_begins_anew_where_no_state_was_loaded(
     loops: list[Loop], monkeypatch: pytest.MonkeyPatch, loads: bool, late: int
 ) -> None:
     seen: list[WarmupStats] = []
-    monkeypatch.setattr(LocalDriver, "prepare", lambda _, stats: seen.append(stats))
+    monkeypatch.setattr(LocalDriver, "prepare", lambda _, stats, counter: seen.append(stats))
     before, loop = loops
     for _ in range(5):
         before.step()
@@ -87,7 +87,7 @@ def test_warm_up_rounds_that_a_loaded_state_has_behind_it_are_not_waited_for(loo
     load(loop, saved(before))
     most = warm_up_steps(loop.optimizer.config) + 5
     loop.run(tuner, until=lambda: tuner.live is not None or loop.optimizer.steps > 100 + most)
-    began = tuner.live is not None or tuner._driver.begun
+    began = tuner.live is not None or tuner.driver.begun
     tuner.close()
     assert began
 

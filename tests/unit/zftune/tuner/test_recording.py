@@ -16,6 +16,7 @@ from tests.support.zftune.tuner.surfaces import START, Recorded, make, recording
 from zenflow import ZenFlowConfig
 from zftune.cli.presets import facts as shown
 from zftune.emulation.machines import load_rig
+from zftune.planner.model import ModelFacts
 from zftune.planner.rates import Rates
 from zftune.profile.measure import Task, Training
 from zftune.store import open_store
@@ -24,7 +25,7 @@ from zftune.store.store import Store
 from zftune.store.types import Query, Ratios, RunState
 from zftune.tuner import drivers, record
 from zftune.tuner.evidence import Gain
-from zftune.tuner.pace import Load, ratios_of
+from zftune.tuner.pace import Pace, ratios_of
 from zftune.tuner.record import MachineInfo, Recording, trained_model
 from zftune.tuner.setup import TuneRequest
 from zftune.tuner.states import Adoption
@@ -101,10 +102,10 @@ def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> No
         for _ in range(12):
             training.step()
         steps = training.optimizer.history(wait=True)
-        rig, module = task.rig_for(training.workload), training.workload.module
+        rig, model = task.rig_for(training.workload), ModelFacts.from_module("mini", training.workload.module)
     assert rig is not None
     rates = Rates.of_rig(rig)
-    found, planned = ratios_of(Load.of(steps, module), rates), ratios_of(Load.of([], module), rates)
+    found, planned = ratios_of(model, Pace.of(steps), rates), ratios_of(model, None, rates)
     compute = MINI_TIMELINE["forward_ms"] + MINI_TIMELINE["backward_ms"]
     assert planned == pytest.approx(Ratios(MINI_TIMELINE["host_ms"] / compute, MINI_TIMELINE["d2h_ms"] / compute))
     assert planned is not None
@@ -112,7 +113,7 @@ def test_ratios_are_those_of_the_machine(mini_model: Path, mini_rig: Path) -> No
     assert found.host_over_compute == pytest.approx(planned.host_over_compute, rel=0.25)
     assert found.link_over_compute == pytest.approx(planned.link_over_compute, rel=0.25)
     slow = [replace(one, host_ms=3 * one.host_ms, stall_ms={}, step_ms=2 * compute) for one in steps]
-    slower = ratios_of(Load.of(slow, module), rates)
+    slower = ratios_of(model, Pace.of(slow), rates)
     assert slower is not None
     assert slower.host_over_compute == pytest.approx(1.5 * planned.host_over_compute, rel=0.05)
     assert slower.link_over_compute == pytest.approx(planned.link_over_compute / 2)

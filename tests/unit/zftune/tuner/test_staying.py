@@ -10,7 +10,7 @@ import torch
 
 from tests.support.zftune.tuner.scene import PLANNED, Make, SyncWorker, assert_whole
 from zftune.tuner.evidence import Gain
-from zftune.tuner.executor import Changing
+from zftune.tuner.executor import Block, Changing
 from zftune.tuner.states import Request
 from zftune.tuner.worker import Answer, Withdraw
 
@@ -56,6 +56,16 @@ def test_what_is_seen_late_of_a_setting_before_begins_no_measurement(
     for request, outcome in scene.recorder.told:
         if outcome.status == "measured":
             assert_whole(scene, request, outcome)
+
+
+def test_the_first_window_of_what_was_adopted_is_not_measured(make: Make) -> None:
+    """It waits for no window before it, so that it is too fast."""
+    scene = make(most=1, hold=True)
+    scene.run(until=lambda: len(scene.recorder.told) == 1)
+    scene.live._carry_out(Answer(Request(PLANNED, "a1", 0, 0, 16), PLANNED))
+    scene.run(until=lambda: isinstance(scene.live.state, Block) and scene.live.state.begun)
+    assert isinstance(scene.live.state, Block)
+    assert scene.live.state.stats[0].step == scene.changes[-1][0] + PLANNED.update_interval + 1
 
 
 class RecallingDesk(SyncWorker):

@@ -26,7 +26,6 @@ from zftune.daemon.runs.api import Runs
 from zftune.daemon.runs.registry import Registry
 from zftune.daemon.server.answers import Service
 from zftune.store import open_store, opening
-from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import TuneRequest
 from zftune.tuner.space import Setting
@@ -118,7 +117,7 @@ class _Tuned:
         search = SearchOptions(sampler="random", most_measurements=given["most"], hold=True)
         wishes = TuneRequest(quality="published", sequence=16, fresh=given["fresh"], search=search)
         counsel = DaemonDriver(self.loop.optimizer, wishes, 16, DaemonClient())
-        return Tuner(self.loop.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), on_change=self._change)
+        return Tuner(self.loop.optimizer, counsel, tokens=16, on_change=self._change)
 
     def _change(self, step: int, knobs: Mapping[str, Any] | None) -> None:
         """Write down a change, or (None) that what was measured is handed over, and its knobs are about to go."""

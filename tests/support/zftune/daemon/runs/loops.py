@@ -21,7 +21,6 @@ from zftune.daemon.runs.registry import Registry, UnknownRunError
 from zftune.daemon.runs.states import NotAllowedError
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.errors import DaemonError
-from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.search import SearchOptions
 from zftune.tuner.setup import TuneRequest
 from zftune.tuner.space import Setting
@@ -102,7 +101,6 @@ class Loop:
                 self.optimizer,
                 DaemonDriver(self.optimizer, wishes, 16, transport),
                 tokens=16,
-                disturbance=NoDisturbance(),
                 on_change=lambda step, knobs: self.changes.append((step, knobs)),
             )
 

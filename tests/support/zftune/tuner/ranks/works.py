@@ -24,7 +24,6 @@ from zftune.attaching import attach_ranks
 from zftune.errors import ZftuneError
 from zftune.tuner import ranks
 from zftune.tuner.drivers import LocalDriver
-from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
@@ -50,7 +49,7 @@ class Training:
         def begin(company: WorldInfo, consensus: KnobConsensus) -> Tuner:
             assert company == WorldInfo(ranks=2, here=2)
             counsel = LocalDriver(self.optimizer, wishes, False, company)
-            return Tuner(self.optimizer, counsel, tokens=16, disturbance=NoDisturbance(), consensus=consensus)
+            return Tuner(self.optimizer, counsel, tokens=16, consensus=consensus)
 
         self.tuner = attach_ranks(self.optimizer, begin, lambda step, made: self.changes.append((step, made)))
         self.seen: list[tuple[int, Any]] = []

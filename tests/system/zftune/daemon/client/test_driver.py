@@ -91,10 +91,10 @@ def test_zen_auto_stays_until_a_daemon_answers(daemon: Scripted) -> None:
     tuner, begun = tuner_of(training), training.optimizer.config
     training.run(lambda: bool(tuner.notices))
     assert tuner.notices[-1].startswith("The daemon cannot be reached (no daemon serves 'x')")
-    unknown = tuner.registered
+    unknown = tuner.driver.registered
     daemon.answers["runs"], daemon.answers["report"] = [WELCOME], [{**HOLD, "state": "warming", "record": None}]
     training.run(daemon.heard.is_set)
-    assert (unknown, tuner.registered) == (False, True)
+    assert (unknown, tuner.driver.registered) == (False, True)
     for answer in ({**HOLD, "kind": "pause", "state": "paused", "incumbent": OWN}, {**HOLD, "incumbent": OWN}):
         for _ in range(20):
             training.step()
@@ -190,7 +190,7 @@ training = Loop(daemon)
 training.run(daemon.heard.is_set)
 child = os.fork()
 if child == 0:
-    training.tuner._driver._daemon_session.goodbye(lambda session: None)
+    training.tuner.driver._daemon_session.goodbye(lambda session: None)
     sys.exit(0)  # by way of atexit, as a forked worker may
 _, status = os.waitpid(child, 0)
 print(os.waitstatus_to_exitcode(status), flush=True)

@@ -136,7 +136,7 @@ class Life:
     def die(self) -> None:
         """Without goodbye: whatever it held ends, and nobody hears of it any more."""
         assert self.loop.tuner is not None
-        counsel = self.loop.tuner._driver
+        counsel = self.loop.tuner.driver
         assert isinstance(counsel, DaemonDriver)
         self.line.is_cut = True
         counsel._worker.close()

@@ -267,7 +267,7 @@ def test_what_the_daemon_hears_while_nobody_answers_is_bounded(
     training = loop(transport)
     training.run(lambda: training.requested)
     transport.away.set()
-    worker = training.tuner._driver._worker  # type: ignore[union-attr]
+    worker = training.tuner.driver._worker  # type: ignore[union-attr]
     figures = worker.report(PROTOCOL, "a" * 32).steps
     worker.heard()
     assert len(figures) <= 1024
@@ -292,7 +292,7 @@ def test_which_searches_is_said_by_the_environment(monkeypatch: pytest.MonkeyPat
         with pytest.raises(BadInputError, match="store must be None where the daemon searches"):
             zftune.attach(training.optimizer, store=False, daemon=True)
         with zftune.attach(training.optimizer, store=False) as tuner:  # it has no daemon in mind
-            assert isinstance(tuner._driver, LocalDriver)
+            assert isinstance(tuner.driver, LocalDriver)
         with zftune.attach(training.optimizer) as tuner:
             training.run(lambda: any("no daemon serves" in notice for notice in tuner.notices))
             assert tuner.live is not None

@@ -27,6 +27,7 @@ from zftune.daemon.client.driver import DaemonDriver
 from zftune.daemon.client.http import DaemonClient
 from zftune.emulation import EmulatedAccelerator, Rig
 from zftune.explain.summary import RunSummary
+from zftune.planner.machine import rig_machine
 from zftune.planner.model import Job, ModelFacts
 from zftune.planner.rates import Rates
 from zftune.planner.simulate import simulate
@@ -34,11 +35,10 @@ from zftune.planner.split import split_of
 from zftune.store import open_store
 from zftune.store.store import Store
 from zftune.tuner.drivers import LocalDriver, SearchDriver
-from zftune.tuner.guard import NoDisturbance
 from zftune.tuner.messages import sentence
 from zftune.tuner.ranks import KnobConsensus
 from zftune.tuner.search import SearchOptions
-from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for, rig_machine
+from zftune.tuner.setup import SINGLE_RANK, Reader, TuneRequest, WarmupStats, WorldInfo, forecast_for
 from zftune.tuner.space import Setting
 from zftune.tuner.tuner import Tuner
 
@@ -123,7 +123,7 @@ class Training:
             # Alone it is told nothing of ranks, and keeps nothing.
             self.store = open_store(str(Path(self.folder.name) / "z.db")) if company.ranks > 1 else None
             driver = LocalDriver(self.optimizer, WISHES, self.store or False, company)
-        return Tuner(self.optimizer, driver, tokens=ROWS, disturbance=NoDisturbance(), consensus=consensus)
+        return Tuner(self.optimizer, driver, tokens=ROWS, consensus=consensus)
 
     def step(self) -> None:
         batch = torch.randn(RANKS * ROWS, WIDTH, generator=self._batches).bfloat16()
@@ -138,6 +138,8 @@ class Training:
         while not self._is_over():
             self.step()
             assert self.optimizer.steps < MOST_STEPS
+            if self.optimizer.steps == 60:  # of the settings at the start, which are measured
+                self.host_bytes = self.optimizer.host_bytes()
         self.tuner.close()
         for _ in range(3):  # the last words
             self.step()
@@ -172,7 +174,7 @@ class Training:
             return {"notices": self.tuner.notices, "best": self.tuner.incumbent.knobs()}
         search = self.tuner.search
         assert search is not None
-        forecast = search.forecast(search.book.trials[0].setting)
+        forecast, taken = search.forecast(search.book.trials[0].setting), self.host_bytes
         measured = [trial for trial in search.book.trials if trial.blocks]
         return {
             "company": asdict(self.reader.facts(WarmupStats(OWN, (), has_loss=True)).company),
@@ -184,7 +186,7 @@ class Training:
             "gain": None if search.book.gain is None else search.book.gain.share,
             "stopped": [sentence(note) for note in search.notes if note.kind == "stop"],
             "budget": search.space.budget,
-            "host_bytes": [forecast.host_bytes, search.book.trials[0].host_bytes],
+            "host_bytes": [forecast.host_bytes, sum(n for use, n in taken.items() if use not in ("spare", "peak"))],
             "measured": [
                 [one.number, one.setting.knobs(), math.exp(one.log_us), search.forecast(one.setting).step_ms]
                 for one in measured

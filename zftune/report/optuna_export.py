@@ -22,14 +22,8 @@ if TYPE_CHECKING:
     from zftune.store.store import Store
 
 
-_OPTUNA_STATES = {
-    TrialState.PLANNED: "WAITING",
-    TrialState.IN_FLIGHT: "RUNNING",
-    TrialState.MEASURED: "COMPLETE",
-    TrialState.REJECTED: "COMPLETE",
-    TrialState.CRASHED: "FAIL",
-    TrialState.VOID: "FAIL",
-}
+_OPTUNA_STATES = {TrialState.PLANNED: "WAITING", TrialState.IN_FLIGHT: "RUNNING"}
+"""The others are complete where they have a value, and failed else."""
 
 
 def export_studies(store: Store, path: str, *, key: Key | None = None) -> int:
@@ -89,10 +83,9 @@ def distributions(settings: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistri
     for name in dict.fromkeys(name for setting in settings for name in setting):
         values: list[Any] = list(dict.fromkeys(setting.get(name) for setting in settings))
         kinds = {type(value) for value in values}
-        if len(values) > 1 and kinds == {int}:
-            found[name] = IntDistribution(min(values), max(values))
-        elif len(values) > 1 and kinds <= {int, float}:
-            found[name] = FloatDistribution(min(values), max(values))
+        if len(values) > 1 and kinds <= {int, float}:
+            numbers = IntDistribution if kinds == {int} else FloatDistribution
+            found[name] = numbers(min(values), max(values))
         elif len(values) > 1:
             found[name] = CategoricalDistribution(values)
     return found
@@ -104,22 +97,21 @@ def _frozen(
     from optuna.trial import TrialState as OptunaState
     from optuna.trial import create_trial
 
-    counted = [one.step_ms for one in measurements if one.void_reason is None]
-    value = statistics.median(counted) if counted else None
+    value, counted = None, [one.step_ms for one in measurements if one.void_reason is None]
     if trial.state is TrialState.REJECTED:
         value = trial.predicted_step_ms
-    state = OptunaState[_OPTUNA_STATES[trial.state]]
-    if state is OptunaState.COMPLETE and value is None:
-        state = OptunaState.FAIL
+    elif trial.state is TrialState.MEASURED and counted:
+        value = statistics.median(counted)
+    state = OptunaState[_OPTUNA_STATES.get(trial.state, "FAIL" if value is None else "COMPLETE")]
     frozen = create_trial(
         state=state,
-        value=value if state is OptunaState.COMPLETE else None,
+        value=value,
         params={name: trial.knobs.get(name) for name in distributions},
         distributions=dict(distributions),
         user_attrs={"state": trial.state.value, "source": trial.source, "reason": trial.reason, "number": trial.number},
         constraints=None if trial.constraint is None else {"planner": trial.constraint},
     )
-    ended_unix_s = trial.ended_unix_s or trial.created_unix_s
     frozen.datetime_start = datetime.fromtimestamp(trial.created_unix_s)
-    frozen.datetime_complete = datetime.fromtimestamp(ended_unix_s) if state.is_finished() else None
+    if state.is_finished():
+        frozen.datetime_complete = datetime.fromtimestamp(trial.ended_unix_s or trial.created_unix_s)
     return frozen
