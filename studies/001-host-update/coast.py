@@ -1,6 +1,6 @@
 """What `look_ahead="coast"` adds to a window on the host: engine with it and without, by turns.
 
-    .venv/bin/python studies/001-host-update/coast.py
+.venv/bin/python studies/001-host-update/coast.py
 """
 
 from __future__ import annotations
