@@ -137,10 +137,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = ["quick"] if arguments.quick else arguments.only or list(PARTS)
     with Console(stderr=True).status("") as status:
         measure(world, store, [] if arguments.report else names, arguments.again, status.update)
+    console = Console(width=None if sys.stdout.isatty() else 240)
+    (folder / "look-ahead.md").write_text(look_ahead_table(store.runs), encoding="utf-8")
+    if names == ["look-ahead"]:  # whose runs are not enough for the other tables
+        console.print(look_ahead_table(store.runs), markup=False, highlight=False)
+        return 0
     tables = markdown(store.runs)
     (folder / "table.md").write_text(tables, encoding="utf-8")
-    (folder / "look-ahead.md").write_text(look_ahead_table(store.runs), encoding="utf-8")
-    console = Console(width=None if sys.stdout.isatty() else 240)
     console.print(tables, markup=False, highlight=False)
     if undrawn := draw(folder, store.runs):
         console.print(undrawn)
