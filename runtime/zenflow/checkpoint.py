@@ -63,7 +63,7 @@ def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
     packed[0][HEADER] = header.to_json()
-    if training.shards is not None and any(weight.log or weight.flights for weight in header.weights):
+    if training.shards is not None and any(weight.log or weight.late_buckets for weight in header.weights):
         warnings.warn(OPEN, stacklevel=4)
     return {
         "state": {number: _tensors(training, weight, room) for number, weight in enumerate(weights)},

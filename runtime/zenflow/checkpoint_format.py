@@ -322,7 +322,10 @@ def _check_weight(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
     shown = state.get("shown")
-    if not isinstance(shown, (tuple, list)) or len(shown) != weight.shown:
-        raise CheckpointError(f'{where}["shown"] has not the {weight.shown} tensors of the buckets that are late')
     if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.late_buckets):
-        raise CheckpointError(f"{where} has an update in flight for a bucket that it does not have")
+        raise CheckpointError(f"{where} has a late update for a bucket that it does not have")
+    sizes = [high - low for low, high in (plan.bucket_slots[bucket] for bucket in weight.late_buckets)]
+    sizes += [n - len(one.passed_over) for n, one in zip(sizes, weight.flights, strict=False) if one.coasts]
+    found = [(tuple(rows.shape), rows.dtype) for rows in shown] if isinstance(shown, (tuple, list)) else None
+    if found != [((size, plan.rows), parameter.dtype) for size in sizes]:
+        raise CheckpointError(f'{where}["shown"] has not the {weight.shown} tensors of the buckets that are late')

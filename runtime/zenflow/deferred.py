@@ -262,11 +262,7 @@ class DeferredTier:
             part.log.append(LogEntry(step, HostGradient(pieces, 0, saved.numel(), transfer), hyper, control))
 
     def restore_window(self, saved: SavedUpdate, coming: torch.Tensor | None) -> PartWindow:
-        """A part's window that the host has applied and that is not visible yet.
-
-        Args:
-            coming: its result, [n, rows], where it is more than the masters round to.
-        """
+        """A part's window that is not visible yet; `coming`, [n, rows], is its result where masters do not tell it."""
         part = self.parts[saved.bucket]
         slots: range | torch.Tensor = part.slots
         if saved.passed_over:
@@ -376,8 +372,10 @@ class DeferredTier:
         if part.reading is not None:  # its memory is not written before this window
             part.sample, part.reading = self._left(part), None
         entries, part.log = part.log, []
-        if not (entries or part.ahead) or (move is not None and len(move.staying_columns) == 0):
-            return None  # whoever leaves has read them before the next step overwrites them
+        if move is not None and len(move.staying_columns) == 0:
+            part.ahead, entries = False, []  # whoever leaves has read them before the next step overwrites them
+        if not (entries or part.ahead):
+            return None
         if move is None:
             slots: range | torch.Tensor = part.slots
             targets, columns = Targets(slots, [(entry, None) for entry in entries]), part.columns

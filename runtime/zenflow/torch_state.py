@@ -44,8 +44,8 @@ def save(training: Training, groups: Groups) -> dict[str, Any]:
         told = training.runtime.ranks.everybodys(told[0])  # one without rows of a parameter knows no step of it
     if any(one for one, _ in told):
         raise ConfigError(
-            "torch_state() was called while updates are pending, for which torch's state has no place: call "
-            "flush() first"
+            "torch_state() was called while updates are pending or predicted, for which torch's state has no place: "
+            "call flush() first"
         )
     for state, *steps in zip(states.values(), *(one for _, one in told), strict=True):
         del state[MASTER]

@@ -93,7 +93,8 @@ class Windows:
         # slow link, whose gradients arrive last, the log would get no room back, and a single step wait for all of it.
         foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
         with foremost_first if plan.synchronous or not self._device.takes_host_cores else nullcontext():
-            for bucket, parts in self._by_bucket(self._in_order(plan), moves).items():
+            order = self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
+            for bucket, parts in self._by_bucket(order, moves).items():
                 self._submit(bucket, parts, plan, hypers, in_turn=in_turn)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
@@ -102,10 +103,6 @@ class Windows:
             self._arrivals.done(job)
         if plan.synchronous:
             self._apply_synchronously(plan.step, in_turn, record)
-
-    def _in_order(self, plan: StepPlan) -> Sequence[WeightState]:
-        """The weights in the order in which their results are needed: by their steps, else by forward's use."""
-        return self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
 
     def _by_bucket(
         self, weights: Sequence[WeightState], moves: Mapping[WeightState, Move]
@@ -299,6 +296,9 @@ class Windows:
         for weight, window in flight.parts():
             weight.in_flight.discard(window.part.index)
             window.part.ahead = window.coasts
+            if weight.restored and weight.shown:  # to which it is compared once it is loaded
+                rows = torch.as_tensor(window.slots, device="cpu") - window.part.slots.start
+                weight.shown[window.part.index - weight.plan.first_bucket][rows] = window.result
         self.moved.update(flight.weights)
         self.in_flight.remove(flight)  # not before, so that an exception loses nothing
         self._runtime.traffic.h2d_bytes += rows.nbytes

@@ -199,6 +199,7 @@ class Weight:
     due: dict[int, int] = field(default_factory=dict)  # applied column -> step after which it is visible
     due_decay: float = 1.0  # what the updates of the columns in `due` multiplied a weight with
     coming: dict[int, Tensor] = field(default_factory=dict)  # due column -> what it shows, where not its rounded master
+    ahead: set[int] = field(default_factory=set)  # buckets that show something else than rounded masters, or will
     left: Tensor | None = None  # [rows, columns]: the weight as the last step left it
     energy: Energy = field(default_factory=Energy)
 
@@ -529,8 +530,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self._follow_writes()
         self._close(at_once=True, exact=True)
         self._show_due()
-        for weight in self._weights:
-            weight.show(weight.slot)
+        self._show_masters()
         self._leave_weights()
 
     def pending_entries(self) -> list[tuple[Tensor, int]]:
@@ -645,8 +645,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             if new.param in known and not new.planned_like(known[new.param]):
                 known[new.param].pending = None  # it is going to choose among other columns
         self._close(at_once=True, exact=True)
-        for weight in self._weights:
-            weight.show(weight.slot)
+        self._show_masters()
         self.config = config
         for new in planned:
             if new.param in known:
@@ -664,9 +663,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             weight.show(weight.due)
             weight.due, weight.coming = {}, {}
             if self._window_steps:
+                had_entries, ahead, weight.ahead = bool(weight.log), weight.ahead, set()
                 last, coasted = self._apply(weight)
                 for column, slot in weight.slot.items():
                     bucket = weight.first_bucket + slot // weight.bucket_slots
+                    if not had_entries and bucket not in ahead:
+                        continue
                     leaving = weight.pending is not None and column in weight.pending
                     later = self._step + 1 + bucket * lag // buckets
                     weight.due[column] = due = self._step if at_once or leaving else later
@@ -674,6 +676,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                     times = coasted(missing)
                     if times and self.config.look_ahead == "coast" and not exact and not leaving:
                         self.events["columns coasting"] += 1
+                        weight.ahead.add(bucket)
                         assert weight.master is not None
                         assert last is not None
                         master = weight.master[:, column]
@@ -713,6 +716,11 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         weight.log = []
         hyper = entries[-1].hyper if entries else None
         return last, lambda missing: 0.0 if hyper is None else self.rule.coast(hyper, missing)
+
+    def _show_masters(self) -> None:
+        for weight in self._weights:
+            weight.ahead = set()
+            weight.show(weight.slot)
 
     def _show_due(self) -> None:
         for weight in self._weights:

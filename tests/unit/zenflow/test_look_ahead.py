@@ -5,6 +5,8 @@ That runs with it are the oracle's to a bit is tested with all other knobs (test
 
 from __future__ import annotations
 
+import copy
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.support.seeds import fresh_seeds
 from tests.support.zenflow.family_cases import OURS
-from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer
+from zenflow import CheckpointError, ConfigError, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.rules import RULES
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -171,3 +173,63 @@ def test_the_mean_rule_has_no_last_update_to_go_on_with() -> None:
     with pytest.raises(ConfigError, match="deferred_update"):
         optimizer.set_knobs(deferred_update="mean")
     optimizer.close()
+
+
+def loaded(config: ZenFlowConfig, saved: dict[str, Any], shown: list[Tensor]) -> tuple[list[nn.Parameter], Any]:
+    parameters = [nn.Parameter(one.clone()) for one in shown]
+    optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=config)
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    return parameters, optimizer
+
+
+@pytest.mark.parametrize("steps", [4, 5, 6])
+def test_a_master_that_is_set_after_loading_leaves_the_others_alone(coasting: ZenFlowConfig, steps: int) -> None:
+    first = weights(9)
+    optimizer = ZenFlowAdamW(first, lr=1e-2, config=coasting)
+    for _ in steps_of(first, optimizer, steps, 9):
+        pass
+    second, resumed = loaded(coasting, optimizer.state_dict(), copies(first))
+    for parameters, one in ((first, optimizer), (second, resumed)):
+        one.set_full_state(parameters[0], "master", masters(one, parameters)[0] + 1)
+        for _ in steps_of(parameters, one, 2, 10):
+            pass
+    assert all(map(torch.equal, [*first, *masters(optimizer, first)], [*second, *masters(resumed, second)]))
+    optimizer.close()
+    resumed.close()
+
+
+def test_nothing_is_ahead_after_a_flush_though_all_columns_of_a_bucket_left() -> None:
+    generator = torch.Generator().manual_seed(0)
+    both = [nn.Parameter(torch.randn(4, 4, generator=generator)) for _ in range(2)]
+    config = ZenFlowConfig(
+        topk_ratio=0.5, select_interval=2, update_interval=3, bucket_bytes=16, look_ahead="coast", host_threads=1
+    )
+    optimizer = ZenFlowAdamW(both, lr=1e-2, config=config)
+    loud = torch.tensor([1.0, 1, 10, 10]), torch.tensor([10.0, 10, 1, 1])
+    for step in range(1, 30):
+        for weight in both:
+            weight.grad = torch.randn(4, 4, generator=generator) * loud[step // 2 % 2]
+        optimizer.step()
+        if step % 3 and step > 4:
+            optimizer.flush()
+            header = json.loads(optimizer.state_dict()["param_groups"][0]["zenflow"])
+            assert [weight["ahead"] for weight in header["weights"]] == [[], []]
+            with optimizer.torch_state():
+                optimizer.state_dict()
+    optimizer.close()
+
+
+def test_a_damaged_prediction_is_refused() -> None:
+    config = ZenFlowConfig(topk_ratio=0.2, update_interval=4, bucket_bytes=200, look_ahead="coast", host_threads=1)
+    parameters = weights(11)
+    optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=config)
+    for _ in steps_of(parameters, optimizer, 5, 11):
+        pass
+    saved = optimizer.state_dict()
+    optimizer.close()
+    *others, coming = saved["state"][0]["shown"]
+    for bad in (coming[:1], coming[:, :3], coming.double()):
+        damaged = copy.deepcopy(saved)
+        damaged["state"][0]["shown"] = (*others, bad)
+        with pytest.raises(CheckpointError, match="of the buckets that are late"):
+            loaded(config, damaged, copies(parameters))
