@@ -147,7 +147,7 @@ def summary(of: Fixed, found: Sequence[Recovery]) -> list[str]:
     """In sentences."""
     return [
         f"the whole run: oracle {of.oracle_s:.1f} s, best fixed setting {of.best_s:.1f} s ({of.best})",
-        f"one second stands for {COMPRESSION}; the grant of 60 s is {GRANT_S:g} s, or 40 steps where that is longer",
+        f"one second stands for {COMPRESSION}; the grant of 108 s is {GRANT_S:g} s",
         f"times are simulated; a thought of the daemon's takes {THINKING_S:g} s of them",
         *(f"seed {seed}: {one.steps_over} steps above the memory that may be used" for seed, one in enumerate(found)),
     ]

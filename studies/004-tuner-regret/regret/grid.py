@@ -35,6 +35,7 @@ def job(rig: str) -> Job:
         "effects": dict(spec.effects),
         "settings": [setting.knobs() for setting in SETTINGS],
         "steps": _least_steps(spec),
+        "bucket_bytes": scene_of(rig).base.bucket_bytes,
     }
     return Job(f"grid--{rig}", inputs, figures, (rig,))
 
@@ -58,7 +59,7 @@ def _measured(scene: Scene) -> list[list[float]]:
     order = list(range(len(SETTINGS)))
     random.Random(0).shuffle(order)  # so that what a change of knobs leaves behind looks like no effect of a knob
     windows: dict[int, list[float]] = {}
-    with Training(scene.task(), BASE) as training:
+    with Training(scene.task(), scene.base) as training:
         for _ in range(_SELECTING_STEPS * BASE.longest_window):
             training.step()
         for number in order:

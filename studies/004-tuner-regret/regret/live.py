@@ -9,7 +9,7 @@ from studykit import Job, code_digest
 
 from regret.grid import CODE, Times, mean_ms
 from regret.replay import MOST_MEASUREMENTS
-from regret.scene import BASE, START, scene_of, space
+from regret.scene import START, scene_of, space
 from zftune.profile.measure import Training
 from zftune.tuner.executor import TuningContext, live_search
 from zftune.tuner.messages import sentence
@@ -48,7 +48,7 @@ def searched(rig: str) -> dict[str, Any]:
     scene = scene_of(rig)
     options = SearchOptions(most_measurements=MOST_MEASUREMENTS, thinking_s=THINKING_S)
     search = Search(space(), START, scene.forecast, scene.planned[:1], options)
-    with Training(scene.task(), BASE) as training:
+    with Training(scene.task(), scene.base) as training:
         for _ in range(_WARM_UP_STEPS):
             training.step()
         running = live_search(TuningContext(optimizer=training.optimizer, tokens=training.tokens), search)

@@ -76,13 +76,18 @@ class Scene:
         return load_rig(self.rig)
 
     @cached_property
+    def base(self) -> ZenFlowConfig:
+        """The user's, with as many buckets as the large model has that the rig stands for."""
+        return self.task().scaled(BASE)
+
+    @cached_property
     def forecast(self) -> PlannerForecast:
         """The planner, which knows the rig's rates and nothing of its effects."""
         model = ModelFacts.from_name(MODEL)
         elements = sum(math.prod(shape) for shape in model.weights if len(shape) > 1)
         rig = self.spec.for_elements(elements)
         job = Job(seq=SEQUENCE, micro_batch=1)
-        return PlannerForecast(model, rig_machine(rig), job, Rates.of_rig(rig, model.element_bytes), BASE)
+        return PlannerForecast(model, rig_machine(rig), job, Rates.of_rig(rig, model.element_bytes), self.base)
 
     @cached_property
     def remembered(self) -> Forecaster:
@@ -95,7 +100,7 @@ class Scene:
         planner = self.forecast
         found = [
             (config, predict(planner.model, planner.machine, planner.job, config, rates=planner.rates))
-            for config in (setting.config(BASE) for setting in SETTINGS)
+            for config in (setting.config(self.base) for setting in SETTINGS)
         ]
         return [Setting.of(config) for config, _ in ranked(found)]
 

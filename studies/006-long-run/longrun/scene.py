@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zenflow import ZenFlowConfig
+from zenflow.layout import BUCKETS_A_MODEL
 from zftune.emulation import Rig, RigSpec
 from zftune.emulation.machines import load_rig
 from zftune.planner.choosing import LEAST_HEADROOM_BYTES
@@ -15,9 +16,15 @@ WIDTH, LAYERS = 320, 4
 ELEMENTS = LAYERS * WIDTH * WIDTH
 ROWS = 32
 """Tokens of a step, before sequences double."""
-BASE = ZenFlowConfig(topk_ratio=0.1, update_interval=4, offload_ratio=0.8, select_interval=1 << 20)
+BASE = ZenFlowConfig(
+    topk_ratio=0.1,
+    update_interval=4,
+    offload_ratio=0.8,
+    select_interval=1 << 20,
+    bucket_bytes=2 * ELEMENTS // BUCKETS_A_MODEL,
+)
 """What the user has: the published setting and a fifth of the state on the GPU. Selections stay as they are, so that a
-setting has one time."""
+setting has one time; and there are as many buckets as in a large model."""
 START = Setting.of(BASE)
 
 ACTIVATION_BYTES = round(4.8 * ELEMENTS)

@@ -28,7 +28,7 @@ from zftune.tuner.tuner import Tuner
 
 COMPRESSION = 100
 """A step of the run stands for one of so many times its length: some 50 ms for 5 s."""
-GRANT_S = 60.0 / COMPRESSION
+GRANT_S = SearchOptions().cost_floor_s / COMPRESSION
 COST_SHARE = 0.01
 THINKING_S = 1.0
 """Simulated time that a thought takes: about what one took in real time, on 15% of a core."""
@@ -97,6 +97,7 @@ def tuned(seed: int, first_steps: int) -> dict[str, Any]:
     """
     run = Run()
     with tempfile.TemporaryDirectory() as name, daemon(Path(name)) as path, Training(seed) as training:
+        os.environ["ZFTUNE_DB"] = f"sqlite:///{name}/zftune.db"  # the run names its store; this process is its own
         with ExitStack() as cleanup:
             tuner = _attached(training, seed, DaemonClient(path), run)
             cleanup.callback(tuner.close)
