@@ -44,7 +44,7 @@ LEARNING_RATE = 2e-6
 REPEATS, MOST_STEPS = 2, 4000
 PAIRS, WINDOWS = 60, 2
 """Of the comparison on this CPU: turns of each, and the windows that count in a turn, after one that does not."""
-_SEARCH = ("executor", "forecast", "scores", "search", "space", "states", "trials", "worker")
+_SEARCH = ("belief", "evidence", "executor", "search", "space", "states", "study", "worker")
 CODE = (
     *SIMULATED_CODE,
     *PLANNED_CODE,
