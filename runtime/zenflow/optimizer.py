@@ -613,7 +613,7 @@ class ZenFlowOptimizer(Optimizer):
 
     def __del__(self) -> None:
         own = getattr(self, "_own", None)
-        if own is not None and own.open:  # at the interpreter's end, where modules may be gone, none is
+        if own is not None and own.open and living.let_go is not None:  # modules are gone where a forked child ends
             living.let_go(self)
 
     def abandon(self) -> None:
