@@ -63,7 +63,7 @@ def save(training: Training, groups: Groups, *, room: bool) -> dict[str, Any]:
     index = {id(parameter): number for number, parameter in enumerate(parameters)}
     packed = [{**group, "params": [index[id(parameter)] for parameter in group["params"]]} for group in groups]
     packed[0][HEADER] = header.to_json()
-    if training.shards is not None and any(weight.log or weight.late_buckets for weight in header.weights):
+    if training.shards is not None and any(weight.log or weight.unsettled_buckets for weight in header.weights):
         warnings.warn(OPEN, stacklevel=4)
     return {
         "state": {number: _tensors(training, weight, room) for number, weight in enumerate(weights)},
@@ -107,7 +107,7 @@ def _flights(training: Training, weight: WeightState) -> list[tuple[SavedUpdate,
 
 
 def _ahead(weight: WeightState) -> list[int]:
-    return sorted(number - weight.plan.first_bucket for number in weight.late - weight.in_flight)
+    return sorted(number - weight.plan.first_bucket for number in weight.unsettled - weight.in_flight)
 
 
 def _shown(weight: WeightState, place: int) -> torch.Tensor:
@@ -320,7 +320,7 @@ def _restore_weight(
         hyper = _hyper(training, groups[weight.group], entry.hyper)
         weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
     rows = iter(rows.cpu() for rows in tensors["shown"])
-    weight.shown = {bucket: next(rows) for bucket in saved.late_buckets}
+    weight.shown = {bucket: next(rows) for bucket in saved.unsettled_buckets}
     for flight in saved.flights:
         training.model.windows.restore(weight, flight, next(rows) if flight.coasts else None)
     for place in saved.ahead:

@@ -91,14 +91,14 @@ class SavedWeight:
     """Backward passes that the next step is expected to have."""
 
     @property
-    def late_buckets(self) -> list[int]:
+    def unsettled_buckets(self) -> list[int]:
         """Of whose weights `shown` tells what training sees, in this order."""
         return [*(flight.bucket for flight in self.flights), *self.ahead]
 
     @property
     def shown(self) -> int:
         """How many tensors `shown` has."""
-        return len(self.late_buckets) + sum(flight.coasts for flight in self.flights)
+        return len(self.unsettled_buckets) + sum(flight.coasts for flight in self.flights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +322,9 @@ def _check_weight(
                 f'{where}["log"] holds something else than gradients of [{plan.deferred}, {plan.rows}]'
             )
     shown = state.get("shown")
-    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.late_buckets):
+    if any(not 0 <= bucket < len(plan.bucket_slots) for bucket in weight.unsettled_buckets):
         raise CheckpointError(f"{where} has a late update for a bucket that it does not have")
-    sizes = [high - low for low, high in (plan.bucket_slots[bucket] for bucket in weight.late_buckets)]
+    sizes = [high - low for low, high in (plan.bucket_slots[bucket] for bucket in weight.unsettled_buckets)]
     sizes += [n - len(one.passed_over) for n, one in zip(sizes, weight.flights, strict=False) if one.coasts]
     found = [(tuple(rows.shape), rows.dtype) for rows in shown] if isinstance(shown, (tuple, list)) else None
     if found != [((size, plan.rows), parameter.dtype) for size in sizes]:

@@ -52,7 +52,7 @@ def flushed(training: Training) -> Iterator[int]:
                 if weight.restored:  # it may not be loaded yet, or be loaded again: what is not as saved stays
                     held = _held(weight, part)
                     rows = torch.where(held == _trained(weight, place, part), rows, held)
-                elif part.index in weight.late:
+                elif part.index in weight.unsettled:
                     assert weight.shown is not None
                     held = weight.shown[place] = _held(weight, part)
                 changed.append((weight, part, held))
@@ -122,8 +122,8 @@ class Unflush:
 
 def _pending(weight: WeightState) -> list[tuple[int, Part]]:
     """Parts that a flush would change, with their numbers in the weight."""
-    parts, late = [] if weight.deferred is None else weight.deferred.parts, weight.late
-    return [(place, one) for place, one in enumerate(parts) if one.log or one.index in late]
+    parts, unsettled = [] if weight.deferred is None else weight.deferred.parts, weight.unsettled
+    return [(place, one) for place, one in enumerate(parts) if one.log or one.index in unsettled]
 
 
 def _tier(weight: WeightState) -> DeferredTier:

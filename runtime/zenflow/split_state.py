@@ -161,7 +161,7 @@ class SplitState:
         if self.deferred is not None:
             self.deferred.read_masters(matrix, keep=False)
 
-    def reread_masters(self, late: Container[int]) -> None:
+    def reread_masters(self, unsettled: Container[int]) -> None:
         """Take the masters from weights that somebody wrote to, but for those that round to their weight."""
         if self.flat and self.resident is not None:
             if self.is_replaced():  # the memory that it had may be somebody else's now
@@ -173,7 +173,7 @@ class SplitState:
         if self.selected is not None:
             self._reread(self.selected, self._runtime.kernels.pack(self._matrix(), self.selected_index))
         if self.deferred is not None:
-            self.deferred.read_masters(self._matrix(), keep=True, besides=late)
+            self.deferred.read_masters(self._matrix(), keep=True, besides=unsettled)
 
     def _reread(self, state: ColumnState | None, columns: torch.Tensor) -> None:
         if state is not None and not self.is_own_master:

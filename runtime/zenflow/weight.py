@@ -35,7 +35,7 @@ class OutsideWrite:
     """Somebody else may have written to a weight."""
 
     before: torch.Tensor | None
-    """What the weight held before, in its shape; None where nothing was late."""
+    """What the weight held before, in its shape; None where nothing was unsettled."""
 
 
 class WeightState:
@@ -75,12 +75,12 @@ class WeightState:
         """Whether its state is from a checkpoint, and was not compared with the weights yet."""
         self.shown: dict[int, torch.Tensor] | None = None
         """Where it was restored, or holds what a flush would make for the time: by the number (counted in this weight)
-        of each late bucket, what training sees of it, [slots, rows] in the model's dtype in host memory."""
+        of each unsettled bucket, what training sees of it, [slots, rows] in the model's dtype in host memory."""
         self.neighbours: list[WeightState] = [self]
         """All weights that share this one's memory, this one included."""
 
     @property
-    def late(self) -> set[int]:
+    def unsettled(self) -> set[int]:
         """Numbers of the buckets whose weights are not what their masters round to: in flight, or shown ahead."""
         ahead = {part.index for part in self.deferred.parts if part.ahead} if self.deferred is not None else ()
         return self.in_flight.union(ahead)
@@ -194,7 +194,7 @@ class WeightState:
         """
         if not self.started or self.split.is_own_master or self.restored:
             return None
-        shared = self._writes.begin(keep=bool(self.late))
+        shared = self._writes.begin(keep=bool(self.unsettled))
         return self._writes if shared and len(self.neighbours) == 1 else None
 
     def end_watch(self) -> OutsideWrite | None:
@@ -223,7 +223,7 @@ class WeightState:
         if _form(self.parameter) != self._form:
             return True
         found = self._writes.differs()
-        if found is not None or self.deferred is None or self.late:
+        if found is not None or self.deferred is None or self.unsettled:
             return found is not False
         try:
             return self.deferred.differs(self.matrix()) is not False
@@ -239,8 +239,8 @@ class WeightState:
         self._writes.end()
 
     def take_outside_write(self) -> None:
-        """Take the masters from weights that somebody else wrote to, but for the buckets that are late."""
-        self.split.reread_masters(self.late)
+        """Take the masters from weights that somebody else wrote to, but for the buckets that are unsettled."""
+        self.split.reread_masters(self.unsettled)
         self.restored, self.shown = False, None
 
     def _require_form(self) -> None:

@@ -193,7 +193,7 @@ def _rounds_to(weight: SavedWeight, tensors: Mapping[str, torch.Tensor], paramet
 def _on_the_way(weight: SavedWeight, slots: torch.Tensor) -> torch.Tensor:
     """[columns] bool: whether the host has updated a column whose weights were not shown yet."""
     found = torch.zeros(len(slots), dtype=torch.bool)
-    for bucket in weight.late_buckets:
+    for bucket in weight.unsettled_buckets:
         low, high = weight.plan.bucket_slots[bucket]
         found |= (slots >= low) & (slots < high)
     return found
