@@ -94,12 +94,12 @@ class Buckets:
         self._memory = memory
         self._of: dict[Kind, Bucket] = {}
         self._older: dict[Kind, Bucket] = {}
+        self._count = 1
 
-    def begin(self) -> None:
-        """Forget all buckets: every part joins anew. Nothing is logged or in flight."""
-        for bucket in self._of.values():
-            self._log.plan(0, instead_of=bucket.entry_bytes)
-        self._older, self._of = self._of, {}
+    def begin(self, count: int) -> None:
+        """Forget all buckets: every part joins anew one of `count`. Nothing is logged or in flight."""
+        self._older, self._of, self._count = self._of, {}, count
+        self._log.plan((), count)
 
     def join(self, kind: Kind, numel: int) -> tuple[Bucket, int]:
         """Make room for a part of so many elements; the bucket, and where in its elements the part begins."""
@@ -110,8 +110,8 @@ class Buckets:
 
     def plan(self, bucket: Bucket, nbytes: int) -> None:
         """Plan more (padded) bytes for each entry of a bucket."""
-        self._log.plan(bucket.entry_bytes + nbytes, instead_of=bucket.entry_bytes)
         bucket.entry_bytes += nbytes
+        self._log.plan([(kind[0], one.entry_bytes) for kind, one in self._of.items()], self._count)
 
     def plan_beside(self, bucket: Bucket, nbytes: int) -> None:
         """Plan for gradients that are sent a second time in one step, beside the first ones, as they may be again."""

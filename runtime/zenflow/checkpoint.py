@@ -82,6 +82,7 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
         started=weight.started,
         flat=weight.started and weight.split.flat,
         pending=weight.pending,
+        selection_begun=weight.selection_begun,
         chosen=weight.chosen,
         log=[
             SavedEntry(
@@ -91,6 +92,7 @@ def _saved_weight(training: Training, weight: WeightState) -> SavedWeight:
             )
             for entry in entries
         ],
+        logged=[] if weight.deferred is None else [len(part.log) for part in weight.deferred.parts],
         flights=[saved for saved, _ in _flights(training, weight)],
         ahead=_ahead(weight),
         auto=training.auto.sums_of(weight) if training.begun else [],
@@ -310,15 +312,16 @@ def _restore_weight(
         weight.importance().copy_(host["importance"])
     weight.chosen = saved.chosen
     if saved.pending:
-        weight.restore_proposal(host["proposed"].nonzero().squeeze(1))
-    for entry, rows in zip(saved.log, tensors["log"], strict=True):
+        weight.restore_proposal(host["proposed"].nonzero().squeeze(1), begun=saved.selection_begun)
+    for number, (entry, rows) in enumerate(zip(saved.log, tensors["log"], strict=True)):
         control = None
         if entry.control is not None:
             key = entry.step, *entry.control
             control = controls[key] = controls.get(key) or _control(training, entry.control)
         assert weight.deferred is not None
         hyper = _hyper(training, groups[weight.group], entry.hyper)
-        weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control)
+        places = [place for place, entries in enumerate(saved.logged) if entries >= len(saved.log) - number]
+        weight.deferred.restore_entry(rows.cpu(), entry.step, hyper, control, places)
     rows = iter(rows.cpu() for rows in tensors["shown"])
     weight.shown = {bucket: next(rows) for bucket in saved.unsettled_buckets}
     for flight in saved.flights:

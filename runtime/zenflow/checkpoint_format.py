@@ -6,11 +6,11 @@ how the state was split:
     {"state": {index: {"master", one tensor a moment, "count", "slots", "importance", "proposed", "log", "shown"}},
      "param_groups": [{hyperparameters, "params": [index, ...]}, ...]}
 
-`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open window's gradients
-of the deferred columns, [deferred, rows] each, and `shown` one of the weights that training sees of each bucket in
-flight and of each that is shown ahead of its masters, [slots, rows] in the model's dtype; behind these it has what is
-on its way of each bucket in flight that coasts. A parameter that has always been frozen, or has no state yet, has its
-"shape" alone, as int64.
+`count`, `slots`, `importance` and `proposed` have one number a column; `log` is a tuple of the open windows' gradients
+of the deferred columns, [deferred, rows] each (zeros where a bucket has closed since), and `shown` one of the weights
+that training sees of each bucket in flight and of each that is shown ahead of its masters, [slots, rows] in the model's
+dtype; behind these it has what is on its way of each bucket in flight that coasts. A parameter that has always been
+frozen, or has no state yet, has its "shape" alone, as int64.
 
 Of parameters that are sharded over ranks, master and moments are DTensors as the parameter is, on the CPU. `log` and
 `shown` are dictionaries by number, "0", "1" and so on, of DTensors of [columns, *leading dimensions] that are sharded
@@ -35,7 +35,7 @@ from zenflow.layout import WeightPlan
 from zenflow.rules import Rule
 from zenflow.sharded import Rows, local_rows
 
-FORMAT = "zenflow.optimizer/2"
+FORMAT = "zenflow.optimizer/3"
 HEADER = "zenflow"
 """The key of the JSON in the first parameter group."""
 BY_COLUMN = ("count", "slots", "importance", "proposed")
@@ -79,7 +79,11 @@ class SavedWeight:
     pending: bool
     chosen: bool
     """Whether a gradient that counts has chosen its columns."""
+    selection_begun: bool
+    """Whether some buckets may have followed the pending selection."""
     log: list[SavedEntry]
+    logged: list[int]
+    """Of each bucket, how many of the newest entries its open window has."""
     flights: list[SavedUpdate]
     ahead: list[int]
     """Numbers, counted in this weight, of other buckets whose weights are not what their masters round to."""
@@ -89,6 +93,11 @@ class SavedWeight:
     """Masses produced and applied; empty where no ledger was kept."""
     firings: int
     """Backward passes that the next step is expected to have."""
+
+    @classmethod
+    def fresh(cls, plan: WeightPlan, *, started: bool, flat: bool) -> SavedWeight:
+        """Of another optimizer's checkpoint: nothing is selected, logged or in flight."""
+        return cls(plan, started, flat, False, True, False, [], [], [], [], [], [], 1)
 
     @property
     def unsettled_buckets(self) -> list[int]:
@@ -233,7 +242,7 @@ def _of_this_rank(
     }
     if rows.has_none:
         count = torch.zeros(max(1, plan.columns), dtype=torch.int32, device="cpu")
-        return replace(weight, plan=plan, log=[], flights=[], ahead=[]), {
+        return replace(weight, plan=plan, log=[], logged=[], flights=[], ahead=[]), {
             **found,
             "count": count,
             "log": (),
@@ -313,6 +322,9 @@ def _check_weight(
     in_place = len(slots) < plan.resident or bool((slots[: plan.resident] < 0).all())
     if selected != plan.selected or not in_place or deferred.tolist() != list(range(plan.deferred)):
         raise CheckpointError(f'{where}["slots"] does not fit the split that was saved with it')
+    entries = range(len(weight.log) + 1)
+    if weight.log and (len(weight.logged) != len(plan.bucket_slots) or any(n not in entries for n in weight.logged)):
+        raise CheckpointError(f"{where} does not tell which gradients each of its buckets has logged")
     log = state.get("log")
     if not isinstance(log, (tuple, list)) or len(log) != len(weight.log):
         raise CheckpointError(f'{where}["log"] has not the {len(weight.log)} gradients of the open window')

@@ -19,6 +19,7 @@ Auto = Literal["auto"]
 SelectStrategy = Literal["auto", "step", "epoch"]
 DeferredUpdate = Literal["replay", "mean"]
 LookAhead = Literal["none", "coast"]
+WindowPhase = Literal["together", "staggered"]
 Pipeline = Literal["bucket", "none"]
 
 # Of an "auto" update interval: the length of windows where no weight has both selected and deferred columns.
@@ -78,6 +79,7 @@ LIVE_KNOBS = (
     "deferred_update",
     "apply_lag",
     "look_ahead",
+    "window_phase",
     "pipeline",
     "skip_nonfinite",
     "host_threads",
@@ -123,10 +125,14 @@ class ZenFlowConfig:
     deferred_update: DeferredUpdate = "replay"
     """Apply a window's gradients one by one ("replay") or as one update with their mean ("mean", the paper)."""
     apply_lag: int | None = None
-    """L in 1..S: steps over which a window's buckets become visible; None means S (all of an "auto" window)."""
+    """L in 1..S: steps over which a window's buckets become visible; None means S (all of an "auto" window). Of
+    staggered windows each bucket becomes visible L steps after its own close; None means 1."""
     look_ahead: LookAhead = "none"
     """"coast": show deferred weights as they would be after the updates that they lack, if no more gradients came, so
     that lateness costs less; the masters stay exact. Only with `deferred_update="replay"`."""
+    window_phase: WindowPhase = "together"
+    """"staggered": each step closes the windows of a share of the buckets, so that weights are less late and link and
+    host have as much to do in every step. Not with an "auto" `update_interval` or `deferred_update="mean"`."""
     pipeline: Pipeline = "bucket"
     """"bucket": host and H2D follow D2H bucket by bucket; "none": one after the other (DeepSpeed's order)."""
     skip_nonfinite: bool = False
@@ -226,7 +232,12 @@ class ZenFlowConfig:
     @property
     def lag(self) -> int:
         """L, in steps."""
-        return self.apply_lag or self.longest_window
+        return self.apply_lag or (1 if self.window_phase == "staggered" else self.longest_window)
+
+    @property
+    def staggers(self) -> bool:
+        """Whether buckets close by turns."""
+        return self.window_phase == "staggered"
 
     def resolved(self) -> ZenFlowConfig:
         """The same with `select_interval` in steps, where `steps_per_epoch` is known; "auto" stays "auto"."""
@@ -371,6 +382,7 @@ _ALLOWED: dict[str, tuple[str, Callable[[Any], bool], Sequence[str]]] = {
             ("select_strategy", get_args(SelectStrategy)),
             ("deferred_update", get_args(DeferredUpdate)),
             ("look_ahead", get_args(LookAhead)),
+            ("window_phase", get_args(WindowPhase)),
             ("pipeline", get_args(Pipeline)),
         )
     },
@@ -387,6 +399,10 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{allowed}{did_you_mean(values[name], words)}"
     if values["look_ahead"] == "coast" and values["deferred_update"] == "mean":
         yield "look_ahead", '"none" with deferred_update "mean"'
+    if values["window_phase"] == "staggered":
+        for name, value in (("deferred_update", "mean"), ("update_interval", "auto")):
+            if values[name] == value:
+                yield "window_phase", f'"together" with {name} "{value}"'
     limit = "max_update_interval" if values["update_interval"] == "auto" else "update_interval"
     lag, longest = values["apply_lag"], values[limit]
     if lag is not None and _is_count(longest, 1) and not (_is_count(lag, 1) and lag <= longest):

@@ -239,22 +239,33 @@ class DeferredTier:
     # --- saved and restored ----------------------------------------------------------------------------------------
 
     def logged(self) -> list[tuple[LogEntry, torch.Tensor]]:
-        """The open window's entries, each with its gradient in slot order, [deferred, rows] in host memory."""
+        """The open windows' entries, each with its gradient in slot order, [deferred, rows] in host memory.
+
+        A bucket that closed since has zeros in an entry: each has the newest `len(log)` of them.
+        """
         found = []
-        for entries in zip(*(part.log for part in self.parts), strict=True):
-            for transfer in transfers_of(entries):
+        for back in range(max((len(part.log) for part in self.parts), default=0), 0, -1):
+            entries = {part: part.log[-back] for part in self.parts if len(part.log) >= back}
+            for transfer in transfers_of([*entries.values()]):
                 transfer.wait()
-            rows = torch.cat([piece for entry in entries for piece in entry.gradient.pieces()])
-            found.append((entries[0], rows.view(-1, self._rows)))
+            one = next(iter(entries.values()))
+            rows = torch.zeros((self._slots, self._rows), dtype=one.gradient.dtype, device="cpu")
+            for part, entry in entries.items():
+                pieces = torch.cat([*entry.gradient.pieces()])
+                rows[part.slots.start : part.slots.stop] = pieces.view(-1, self._rows)
+            found.append((one, rows))
         return found
 
-    def restore_entry(self, rows: torch.Tensor, step: int, hyper: Hyper, control: Control | None) -> None:
+    def restore_entry(
+        self, rows: torch.Tensor, step: int, hyper: Hyper, control: Control | None, places: Container[int]
+    ) -> None:
         """Log a saved gradient.
 
         Args:
             rows: [deferred, rows] in host memory, in slot order.
+            places: the parts whose windows have it, by number.
         """
-        for part in self.parts:
+        for part in [part for place, part in enumerate(self.parts) if place in places]:
             saved = rows[part.slots.start : part.slots.stop].reshape(-1)
             plan_entry(self._runtime, part, saved.nbytes)
             place, pieces, transfer = self._runtime.log.write(saved.numel(), saved.dtype, saved_into(saved))

@@ -212,7 +212,9 @@ def write(
     stream.copy_(values)
     training.model.stop_watch()
     if name == MASTER:  # what the host has applied is in the masters that are replaced
-        training.model.windows.apply(training.clock.step, training.history.open, everything=True)
+        training.model.windows.apply(
+            training.clock.step, training.history.open, closing=range(training.model.windows.buckets)
+        )
     weight.split.fill([whole_tier(weight.plan, tensors, training.rule.moment_names)])
     if name == MASTER:
         parameter.copy_(values)

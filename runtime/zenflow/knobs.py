@@ -44,8 +44,8 @@ def prepare(runtime: Runtime, model: ModelState, new: ZenFlowConfig, groups: Gro
     if model.weights and change.splits:
         split = model.split(groups, new)
         host_bytes = _require_room(runtime, split, new)
-    elif model.weights and new.longest_window > old.longest_window:
-        missing = runtime.log.bytes_for(new.longest_window) - runtime.log.allocated_bytes
+    elif model.weights and runtime.log.bytes_for(new) > runtime.log.bytes_for(old):
+        missing = runtime.log.bytes_for(new) - runtime.log.allocated_bytes
         runtime.require_host_bytes([max(0, missing)], "the gradient log", "lower update_interval")
     _on_all_ranks(runtime, lambda: _get(runtime, model, change, old, split, host_bytes))
     return change
@@ -65,8 +65,8 @@ def _get(
         change.change_threads = runtime.engine.backend.prepare(list(change.cores.cpus))
     if split is not None:
         change.reserve = _allocate(runtime, model, split, host_bytes)
-    elif model.weights and new.longest_window > old.longest_window:
-        runtime.log.reserve(new.longest_window)
+    elif model.weights and runtime.log.bytes_for(new) > runtime.log.bytes_for(old):
+        runtime.log.reserve(new)
 
 
 def _on_all_ranks(runtime: Runtime, get: Callable[[], object]) -> None:
@@ -96,9 +96,9 @@ def reserve(runtime: Runtime, model: ModelState, split: Split, config: ZenFlowCo
 def _require_room(runtime: Runtime, split: Split, config: ZenFlowConfig) -> int:
     """Host bytes that another split needs more than there is; refused where they do not fit."""
     in_use = runtime.memory.bytes_by_use
-    host_bytes = runtime.host_bytes_for(split.trained, config.longest_window)
+    host_bytes = runtime.host_bytes_for(split.trained, split.plan.buckets, config)
     host_bytes += max((_state_bytes(runtime, plan, plan.deferred) for plan, _ in split.trained), default=0)
-    log_bytes = min(in_use["log"], runtime.log_bytes_for(split.trained, config.longest_window))
+    log_bytes = min(in_use["log"], runtime.log_bytes_for(split.trained, split.plan.buckets, config))
     host_bytes = max(0, host_bytes - in_use["state"] - in_use["staging"] - log_bytes)
     advice = "lower offload_ratio or update_interval, or raise topk_ratio"
     runtime.require_host_bytes([host_bytes], "the new split", advice)

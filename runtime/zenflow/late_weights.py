@@ -83,6 +83,11 @@ class PendingUpdate:
     late: bool = False
     """Whether that step is over, and the wait for it is left to whoever uses one of the weights."""
 
+    @property
+    def bucket(self) -> int:
+        """b: the bucket's number."""
+        return self.windows[0].part.index
+
     def parts(self) -> Iterator[tuple[WeightState, PartWindow]]:
         """Each weight with its window."""
         return zip(self.weights, self.windows, strict=True)

@@ -139,7 +139,7 @@ class ModelState:
         self.windows.buckets = split.plan.buckets
         for weight in self._differing(split):
             weight.choose(plans[id(weight.parameter)])
-        self._runtime.buckets.begin()
+        self._runtime.buckets.begin(split.plan.buckets)
         self.windows.groups.forget()
         for weight in self.weights:
             weight.repartition(plans[id(weight.parameter)])

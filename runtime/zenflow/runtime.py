@@ -28,6 +28,7 @@ from zenflow.ledger import Ledger
 from zenflow.masters import InitialMasters
 from zenflow.ranks import Ranks
 from zenflow.rules import Rule
+from zenflow.schedule import log_bytes
 from zenflow.stats import Traffic
 
 
@@ -70,21 +71,25 @@ class Runtime:
             self.traffic.index_bytes += index.nbytes
         return self.device.send(index)
 
-    def host_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
-        """Host memory in bytes that a split takes, given plan and dtype of each parameter that is trained."""
+    def host_bytes_for(
+        self, weights: Sequence[tuple[WeightPlan, torch.dtype]], buckets: int, config: ZenFlowConfig
+    ) -> int:
+        """Host memory in bytes that a split into `buckets` takes: plan and dtype of each parameter that is trained."""
         state_bytes = 0
         for weight, dtype in weights:
             elements = weight.deferred * weight.rows
             state_bytes += elements * (4 * (1 + self.rule.moments) + dtype.itemsize) + 4 * weight.deferred
-        return state_bytes + self.log_bytes_for(weights, update_interval)
+        return state_bytes + self.log_bytes_for(weights, buckets, config)
 
-    def log_bytes_for(self, weights: Sequence[tuple[WeightPlan, torch.dtype]], update_interval: int) -> int:
+    def log_bytes_for(
+        self, weights: Sequence[tuple[WeightPlan, torch.dtype]], buckets: int, config: ZenFlowConfig
+    ) -> int:
         """Of `host_bytes_for`, what the gradient log takes."""
         entries: Counter[tuple[int, torch.dtype, bool]] = Counter()
         for weight, dtype in weights:
             for number, (low, high) in enumerate(weight.bucket_slots, weight.first_bucket):
                 entries[number, dtype, weight.transposed] += padded((high - low) * weight.rows * dtype.itemsize)
-        return self.log.capacity_for([*entries.values()], update_interval)
+        return log_bytes(config, [(kind[0], nbytes) for kind, nbytes in entries.items()], buckets)
 
     def require_host_bytes(self, needs: Sequence[int], what: str, advice: str) -> int:
         """Refuse what would not fit, on all ranks where it would not on one node; to be called before any allocates.
@@ -102,15 +107,18 @@ class Runtime:
         mine = Claim.of(needs)
         return [mine] if self.ranks is None else self.ranks.everybodys(mine)
 
-    def fitting(self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]]) -> ZenFlowConfig:
+    def fitting(
+        self, config: ZenFlowConfig, weights: Sequence[tuple[WeightPlan, torch.dtype]], buckets: int
+    ) -> ZenFlowConfig:
         """Refuse a split whose host memory does not fit, before any of it is allocated; the knobs to go on with.
 
         Among them "auto" windows are as short as the log has to be to fit. Raises HostMemoryError on all ranks.
         """
         lengths = range(config.longest_window, 0, -1) if config.update_interval == "auto" else [config.longest_window]
+        shorter = [replace(config, max_update_interval=length, apply_lag=None) for length in lengths]
         longest = lengths[
             self.require_host_bytes(
-                [self.host_bytes_for(weights, length) for length in lengths],
+                [self.host_bytes_for(weights, buckets, one) for one in shorter],
                 "the state of the deferred columns",
                 "lower offload_ratio or update_interval, or raise topk_ratio",
             )
@@ -140,7 +148,7 @@ def make_runtime(
     backend = choose_backend(list(cores.cpus))
     engine = HostEngine(device, backend)
     memory = HostMemory(backend, device)
-    log = GradientLog(memory, engine, device, history, config.longest_window)
+    log = GradientLog(memory, engine, device, history, config)
     # Launchers leave PyTorch one thread where a GPU computes, and weights on the host are much work for it.
     whole_share = device.in_host_memory and not device.takes_host_cores
     kernels = kernels_for(device.torch_device, len(cores.cpus) if whole_share else None)

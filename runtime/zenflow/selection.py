@@ -33,6 +33,15 @@ class SelectionChange:
     to_deferred: torch.Tensor
     """[n] int64: the columns that become deferred."""
 
+    def within(self, slots: Sequence[tuple[int, int]]) -> SelectionChange | None:
+        """The pairs with their slot in one of these ranges, each its first and the one after its last."""
+        own = self.slots.numpy()
+        here = np.zeros(len(own), dtype=bool)
+        for low, high in slots:
+            here |= (own >= low) & (own < high)
+        pairs = (self.slots, self.places, self.to_selected, self.to_deferred)
+        return SelectionChange(*(torch.from_numpy(one.numpy()[here]) for one in pairs)) if here.any() else None
+
 
 def plan_move(selected: torch.Tensor, slot_columns: torch.Tensor, wanted: torch.Tensor) -> SelectionChange | None:
     """Pair the columns that change tier, each side in ascending order, so that every state has one free place to go.

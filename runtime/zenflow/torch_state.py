@@ -140,4 +140,4 @@ def _tensors(training: Training, where: str, state: Mapping[str, Any], parameter
 def _weight(*, started: bool) -> SavedWeight:
     """The split is that of whoever loads it."""
     plan = WeightPlan(0, 0, False, 0, 0, 1, 0)
-    return SavedWeight(plan, started, False, False, True, log=[], flights=[], ahead=[], auto=[], ledger=[], firings=1)
+    return SavedWeight.fresh(plan, started=started, flat=False)

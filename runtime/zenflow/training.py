@@ -28,7 +28,8 @@ from zenflow.rank_sums import RankSums
 from zenflow.ranks import Ranks
 from zenflow.rules import Hyper, Rule
 from zenflow.runtime import make_runtime
-from zenflow.schedule import StepPlan, WindowClock, selects
+from zenflow.schedule import BucketWindow, StepPlan, WindowClock, selects
+from zenflow.selection import Move
 from zenflow.sharded import Shards
 from zenflow.signals import HeldSignals
 from zenflow.stats import Traffic
@@ -247,7 +248,7 @@ class Training:
         """Refuse parameters that were thawed where there is no host memory for them; nothing has changed yet."""
         late = [(one.weight.plan, one.weight.parameter.dtype) for one in live if not one.weight.started]
         if late and self.clock.step:
-            nbytes = self.runtime.host_bytes_for(late, self.config.longest_window)
+            nbytes = self.runtime.host_bytes_for(late, self.model.windows.buckets, self.config)
             self.runtime.require_host_bytes(
                 [nbytes], "the state of parameters with their first gradient", "freeze them, or raise topk_ratio"
             )
@@ -257,6 +258,10 @@ class Training:
         splits = change is not None and change.splits
         full = self.auto.closes(self.config, self.clock.window_steps + 1)
         plan = self.clock.advance(close=full or change is not None, at_once=splits)
+        windows = self.model.windows
+        closing = windows.closing(plan)
+        # Where buckets close by turns, a selection waits for a later step: none of them has to wait for it.
+        moves = windows.resolve_pending(closing, self.history.open) if closing and not plan.closes else {}
         skip = None if control is None else control.skip
         everyone = selects(plan.step, self.config.select_interval)
         apart = self.config.update_interval == "auto"
@@ -271,17 +276,20 @@ class Training:
         if self.runtime.ledger is not None:
             for gradient in live:
                 self.runtime.ledger.produce(gradient.weight.name, gradient.mass(), skip)
-        self._split(plan, live)
+        if plan.closes:
+            moves = windows.resolve_pending(None, self.history.open)
+        self._split(plan, closing, moves, live)
         if change is not None:
             self._change = None
             self._take_change(change, groups)
         self.engine.reach(plan.step)
-        self.model.windows.ask(plan.step + 1)
+        windows.ask(plan.step + 1)
 
-    def _split(self, plan: StepPlan, live: Live) -> None:
-        """Log the deferred columns, update the others, make visible what is due, close the window."""
+    def _split(
+        self, plan: StepPlan, closing: Mapping[int, BucketWindow], moves: Mapping[WeightState, Move], live: Live
+    ) -> None:
+        """Log the deferred columns, update the others, make visible what is due, close windows."""
         windows = self.model.windows
-        moves = windows.resolve_pending(self.history.open) if plan.closes else {}
         self.gradients.dispatch(live)  # behind what the host is told of this step, which is little
         self._on_device.update(live, self.hypers)
         # What waits for the link is bounded to one step's gradients.
@@ -290,9 +298,10 @@ class Training:
                 self._device.block_on(self._last_d2h)
         log(live, plan.step, self.hypers)
         self._last_d2h = self.runtime.last_d2h
-        windows.apply(plan.step, self.history.open, everything=plan.closes)
+        windows.apply(plan.step, self.history.open, closing=closing)
+        if closing:
+            windows.close(plan, closing, self.hypers, moves, self.history.open, streamed=self.gradients.streamed)
         if plan.closes:
-            windows.close(plan, self.hypers, moves, self.history.open, streamed=self.gradients.streamed)
             self._end_window()
 
     def _end_window(self) -> None:
@@ -337,10 +346,11 @@ class Training:
         self.finish_late()
         self.model.take_outside_writes()
         windows, record = self.model.windows, self.history.open
-        windows.apply(self.clock.step, record, everything=True)
+        windows.apply(self.clock.step, record, closing=range(windows.buckets))
         if self.clock.window_steps or self.model.shows_ahead:
             plan = StepPlan(self.clock.step, self.clock.window_steps, closes=True, synchronous=True, exact=True)
-            windows.close(plan, self.hypers, windows.resolve_pending(record), record)
+            closing = windows.closing(plan)
+            windows.close(plan, closing, self.hypers, windows.resolve_pending(None, record), record)
             self._end_window()
             self.finish_late()
         self.engine.drain()
@@ -539,7 +549,7 @@ class Training:
             HostMemoryError: the host has less memory than the split needs.
         """
         split = split or self.model.split(groups, self.config)
-        self.config = self.runtime.fitting(self.config, split.trained)
+        self.config = self.runtime.fitting(self.config, split.trained, split.plan.buckets)
         self.model.take(split, groups)
         self.hypers = [self.rule.hyper(group) for group in groups]
         self.begun = True
@@ -548,7 +558,7 @@ class Training:
     def _take_knobs(self, config: ZenFlowConfig) -> None:
         self.config = self.clock.config = config
         self.runtime.deferred_update = config.deferred_update
-        self.runtime.log.set_interval(config.longest_window)
+        self.runtime.log.follow(config)
         self.model.windows.config = config
         self._watch_uses()
 

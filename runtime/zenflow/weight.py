@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ class _Proposal:
     columns: torch.Tensor
     """[n_sel] int32 in host memory."""
     transfer: Transfer
+    begun: bool = False
+    """Whether a close has looked at it, so that some buckets may have followed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,13 @@ class WeightState:
 
     @property
     def pending(self) -> bool:
-        """Whether a selection takes effect at the next close."""
+        """Whether a selection takes effect at the next close of each bucket."""
         return self._proposal is not None
+
+    @property
+    def selection_begun(self) -> bool:
+        """Whether some buckets may have followed the pending selection."""
+        return self._proposal is not None and self._proposal.begun
 
     def matrix(self) -> torch.Tensor:
         """The weights as [rows, columns]; of a parameter that has a column view."""
@@ -280,9 +287,9 @@ class WeightState:
         self._runtime.device.block_on(self._proposal.transfer)
         return self._proposal.columns.long()
 
-    def restore_proposal(self, columns: torch.Tensor) -> None:
-        """Let a saved selection, [plan.selected] int64 on the CPU, take effect at the next close."""
-        self.propose(columns.int(), Arrived(self._runtime.device.mark(), 0))
+    def restore_proposal(self, columns: torch.Tensor, *, begun: bool) -> None:
+        """Let a saved selection, [plan.selected] int64 on the CPU, take effect at the next close of each bucket."""
+        self._proposal = _Proposal(columns.int(), Arrived(self._runtime.device.mark(), 0), begun)
 
     def importance(self) -> torch.Tensor:
         """[columns] fp32: importance of the newest gradient that was measured, written there; zeros before."""
@@ -298,13 +305,28 @@ class WeightState:
         """How many of the selected columns the pending selection keeps; waits for it."""
         return int(torch.isin(self.split.selected_columns, self.proposed()).sum())
 
-    def resolve_pending(self) -> SelectionChange | None:
-        """Take the pending selection, waiting for it; None where no state moves with it."""
-        move = plan_move(self.split.selected_columns, self.split.slot_columns, self._take_proposal())
-        if move is not None and self.deferred is None:  # there are no rows here
-            self.split.choose(move)
+    def begin_selection(self) -> bool:
+        """Begin to follow the pending selection; whether no close has before."""
+        assert self._proposal is not None
+        begun, self._proposal.begun = self._proposal.begun, True
+        return not begun
+
+    def resolve_pending(self, closing: Container[int] | None) -> SelectionChange | None:
+        """What the pending selection changes in buckets that close (None: all); None where no state moves with it.
+
+        Waits for it. Pairs of columns stay the same until all buckets have followed: both sides are in ascending order.
+        """
+        move = plan_move(self.split.selected_columns, self.split.slot_columns, self.proposed())
+        here = move
+        if move is not None and closing is not None:
+            numbered = enumerate(self.plan.bucket_slots, self.plan.first_bucket)
+            here = move.within([slots for number, slots in numbered if number in closing])
+        if move is None or (here is not None and len(here.slots) == len(move.slots)):
+            self._proposal = None
+        if here is not None and self.deferred is None:  # there are no rows here
+            self.split.choose(here)
             return None
-        return move
+        return here
 
     def _take_proposal(self) -> torch.Tensor:
         columns = self.proposed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -18,7 +18,7 @@ from zenflow.host.engine import Job
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.schedule import StepPlan, due_step
+from zenflow.schedule import BucketWindow, StepPlan
 from zenflow.selection import BucketMove, Move
 from zenflow.stats import Moved, StepRecord, Wait
 from zenflow.weight import OutsideWrite, WeightState, send_moves, wrote
@@ -45,21 +45,26 @@ class Windows:
 
     # --- close -----------------------------------------------------------------------------------------------------
 
-    def resolve_pending(self, record: StepRecord) -> dict[WeightState, Move]:
-        """Take the selections that are effective at this close; waits for the newest of them."""
+    def closing(self, plan: StepPlan) -> dict[int, BucketWindow]:
+        """The buckets, by number, whose windows end in a step."""
+        found = ((bucket, plan.window(bucket, self.buckets, self.config.lag)) for bucket in range(self.buckets))
+        return {bucket: window for bucket, window in found if window is not None}
+
+    def resolve_pending(self, closing: Container[int] | None, record: StepRecord) -> dict[WeightState, Move]:
+        """What pending selections change in the buckets that close (None: all); waits for the newest of them."""
         pending = [weight for weight in self._weights if weight.pending]
         if not pending:
             return {}
-        selected = sum(weight.plan.selected for weight in pending)
+        new = [weight for weight in pending if weight.begin_selection()]
+        selected = sum(weight.plan.selected for weight in new)
         record.selected_columns += selected
         with record.timed(self._device, "select"):
-            if self.config.select_interval == "auto":
-                still = sum(weight.still_selected() for weight in pending)
+            if new and self.config.select_interval == "auto":
+                still = sum(weight.still_selected() for weight in new)
                 if still >= AUTO_SELECT_OVERLAP * selected:
-                    for weight in pending:
+                    for weight in new:
                         weight.drop_proposal()
-                    return {}
-            found = {weight: weight.resolve_pending() for weight in pending}
+            found = {weight: weight.resolve_pending(closing) for weight in pending if weight.pending}
             changes = {weight: change for weight, change in found.items() if change is not None}
             record.moved_columns += sum(len(change.slots) for change in changes.values())
             return send_moves(self._runtime, changes)
@@ -67,18 +72,20 @@ class Windows:
     def close(
         self,
         plan: StepPlan,
+        closing: Mapping[int, BucketWindow],
         hypers: Sequence[Hyper],
         moves: Mapping[WeightState, Move],
         record: StepRecord,
         *,
         streamed: bool = False,
     ) -> None:
-        """Close the window: hand it to the host, exchange columns between the tiers, wait where nothing overlaps.
+        """Close windows: hand them to the host, exchange columns between the tiers, wait where nothing overlaps.
 
         Args:
+            closing: of which buckets, by number.
             streamed: whether the step's gradients left during backward, the last weight's first.
         """
-        record.closed = True
+        record.closed |= plan.ends_a_cycle
         # First all that leave and then all that join: the joining state arrives behind the step's gradients.
         leaving = {
             weight: weight.deferred.submit_leave(move, hypers[weight.group])
@@ -94,8 +101,8 @@ class Windows:
         foremost_first = self._runtime.engine.foremost_first(last_arrives_first=streamed, patient=not plan.synchronous)
         with foremost_first if plan.synchronous or not self._device.takes_host_cores else nullcontext():
             order = self.waits.by_use(self._weights) if plan.synchronous and self.waits is not None else self._weights
-            for bucket, parts in self._by_bucket(order, moves).items():
-                self._submit(bucket, parts, plan, hypers, in_turn=in_turn)
+            for bucket, parts in self._by_bucket(order, moves, closing).items():
+                self._submit(bucket, parts, plan, closing[bucket.kind[0]], hypers, in_turn=in_turn)
         for weight, job in leaving.items():
             with record.timed(self._device, "select"):
                 state = job.receive(self._runtime.engine)
@@ -105,9 +112,9 @@ class Windows:
             self._apply_synchronously(plan.step, in_turn, record)
 
     def _by_bucket(
-        self, weights: Sequence[WeightState], moves: Mapping[WeightState, Move]
+        self, weights: Sequence[WeightState], moves: Mapping[WeightState, Move], closing: Container[int]
     ) -> dict[Bucket, list[_ClosingPart]]:
-        """The parts of each bucket, each with the columns that change tier; in the order of the first of them."""
+        """The parts of each closing bucket, each with the columns that change tier; in the order of the first one."""
         found: dict[Bucket, list[_ClosingPart]] = {}
         for weight in weights:
             if weight.deferred is None:
@@ -115,6 +122,8 @@ class Windows:
             parts = weight.deferred.parts
             move = moves.get(weight)
             for number, part in enumerate(parts):
+                if part.bucket.kind[0] not in closing:
+                    continue
                 leaves = None if move is None else move.buckets[number]
                 found.setdefault(part.bucket, []).append((weight, part, leaves))
         return found
@@ -124,15 +133,15 @@ class Windows:
         bucket: Bucket,
         parts: Sequence[_ClosingPart],
         plan: StepPlan,
+        ended: BucketWindow,
         hypers: Sequence[Hyper],
         *,
         in_turn: bool,
     ) -> None:
         """Hand a bucket's window to the host, as one job."""
         places, bucket.places = bucket.places, []
-        late = due_step(plan.step, plan.window_steps, self.config.lag, bucket=bucket.kind[0], buckets=self.buckets)
-        due = plan.step if plan.synchronous else late
-        missing = 0.0 if self.config.look_ahead == "none" else plan.missing(due)
+        due = ended.due
+        missing = 0.0 if self.config.look_ahead == "none" or plan.exact else ended.missing(plan.step)
         weights: list[WeightState] = []
         windows: list[PartWindow] = []
         numel = 0
@@ -222,11 +231,12 @@ class Windows:
             self.apply(step, record)
             return
         began = self._device.mark(), self._device.clock.now()
-        for flight in self.in_flight:
+        closed = [flight for flight in self.in_flight if flight.due <= step]
+        for flight in closed:
             flight.job.wait(self._runtime.engine)
         self.ask(step)
-        while self.in_flight:
-            self._show(self.in_flight[0], step, record, began)
+        for flight in closed:
+            self._show(flight, step, record, began)
             began = self._device.mark(), self._device.clock.now()
 
     # --- visible ---------------------------------------------------------------------------------------------------
@@ -239,13 +249,13 @@ class Windows:
         self._arrivals.most_bytes = self.config.staging_bytes
         self._arrivals.want(flight.job for flight in self.in_flight if flight.due <= step)
 
-    def apply(self, step: int, record: StepRecord, *, everything: bool = False) -> None:
-        """Make visible what is due after a step (or everything that is in flight).
+    def apply(self, step: int, record: StepRecord, *, closing: Container[int] = ()) -> None:
+        """Make visible what is due after a step, and what is in flight of buckets that close.
 
         Where a host update is late, its wait is left to whoever uses the weight first, if there is a module.
         """
-        for flight in [one for one in self.in_flight if not one.late and (everything or one.due <= step)]:
-            if self.waits is None or everything or not self.waits.leave(flight):
+        for flight in [one for one in self.in_flight if not one.late and (one.bucket in closing or one.due <= step)]:
+            if self.waits is None or flight.bucket in closing or not self.waits.leave(flight):
                 self._show(flight, min(step, flight.due), record, (self._device.mark(), self._device.clock.now()))
 
     def show_late(self, flight: PendingUpdate, record: StepRecord) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -194,10 +194,12 @@ class Weight:
     selected: set[int] = field(default_factory=set)
     slot: dict[int, int] = field(default_factory=dict)  # of each deferred column
     pending: set[int] | None = None  # the next selection
+    proposed: set[int] | None = None  # that of this step, where buckets close by turns and it waits for the next one
+    decided: bool = False  # whether "auto" has let the pending selection through
     chosen: bool = False  # whether a gradient that counted has chosen columns
-    log: list[Entry] = field(default_factory=list)
+    log: list[Entry] = field(default_factory=list)  # of the open windows; each bucket's has the newest of it
     due: dict[int, int] = field(default_factory=dict)  # applied column -> step after which it is visible
-    due_decay: float = 1.0  # what the updates of the columns in `due` multiplied a weight with
+    decays: dict[int, float] = field(default_factory=dict)  # due column -> what its updates multiplied a weight with
     coming: dict[int, Tensor] = field(default_factory=dict)  # due column -> what it shows, where not its rounded master
     ahead: set[int] = field(default_factory=set)  # buckets that show something else than rounded masters, or will
     left: Tensor | None = None  # [rows, columns]: the weight as the last step left it
@@ -266,7 +268,8 @@ class Weight:
         due = torch.zeros(self.columns, dtype=torch.bool, device=now.device)
         due[list(self.due)] = True
         written, change = now != self.left, now.float() - self.left.float()
-        late = self.master + self.due_decay * change
+        decays = torch.tensor([self.decays.get(c, 1.0) for c in range(self.columns)], device=now.device)
+        late = self.master + decays * change
         read = torch.where(self.master.to(now.dtype) == self.left, now.float(), self.master + change)
         before = self.master
         self.master = torch.where(written, torch.where(due, late, read), before)
@@ -285,16 +288,24 @@ class Weight:
         self.selected = chosen
         self.slot = {column: slot for slot, column in enumerate(c for c in self.offloaded if c not in chosen)}
 
-    def reselect(self) -> int:
-        """Make the pending selection the current one; returns how many columns moved each way."""
+    def bucket(self, column: int) -> int:
+        """The bucket of a deferred column, over the whole model."""
+        return self.first_bucket + self.slot[column] // self.bucket_slots
+
+    def reselect(self, closing: Container[int]) -> int:
+        """Follow the pending selection in buckets that close; returns how many columns moved each way."""
         if self.pending is None:
             return 0
         leaving = sorted(self.pending - self.selected)  # leave the deferred tier
         joining = sorted(self.selected - self.pending)
-        for column, partner in zip(joining, leaving, strict=True):
+        pairs = zip(joining, leaving, strict=True)
+        moving = [(column, partner) for column, partner in pairs if self.bucket(partner) in closing]
+        for column, partner in moving:
             self.slot[column] = self.slot.pop(partner)
-        self.selected, self.pending = self.pending, None
-        return len(leaving)
+            self.selected = self.selected - {column} | {partner}
+        if len(moving) == len(leaving):
+            self.pending = None
+        return len(moving)
 
     def planned_like(self, other: Weight) -> bool:
         """Whether two plans of this parameter split its columns alike."""
@@ -461,7 +472,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self._weights: list[Weight] = []
         self._hypers: list[Hyper] = []  # of each group, in the last step
         self._step = 0
-        self._window_steps = 0
+        self._window_steps = 0  # since all windows closed
+        self._closed: dict[int, int] = {}  # the step in which the window of a bucket closed since
         super().__init__(params, {**self.rule.defaults, **hyper})
 
     def set_knobs(self, **knobs: Any) -> int:
@@ -587,7 +599,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         if weight.master is None:
             weight.start()
         if weight.selects and ((self._step - 1) % every == 0 or not weight.chosen):
-            weight.pending = set(weight.selected) if skipped else weight.top(importance)
+            weight.proposed = set(weight.selected) if skipped else weight.top(importance)
             weight.chosen = weight.chosen or not skipped
         grad = grad.float().clone() if factor is None else grad.float() * factor
         hyper = self._hypers[weight.group]
@@ -606,6 +618,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         weight.show(now)
 
     def _window_is_full(self) -> bool:
+        """Whether all windows close."""
+        if self.config.window_phase == "staggered":
+            return False
         if self.config.update_interval != "auto":
             return self._window_steps >= self.config.update_interval
         if self._window_steps >= self.config.max_update_interval:
@@ -624,7 +639,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
 
     def _end_step(self, full: bool) -> None:
         warming_up = self._step <= self.config.full_warm_up_rounds
-        if warming_up or full or self._next is not None:
+        everything = warming_up or full or self._next is not None
+        if everything:
+            self._take_selections()
             self.closing_steps.append(self._step)
             if self._splits_anew():
                 assert self._next is not None
@@ -635,7 +652,18 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 self.events["knobs changed"] += self._next is not None
                 self.config = self._next or self.config
             self._next = None
+        elif self.config.window_phase == "staggered":
+            turn = self._window_steps % self.config.longest_window
+            self._close(at_once=not self.config.overlap_step, turn=turn)
+            if turn == 0:
+                self.closing_steps.append(self._step)
+        self._take_selections()
         self._show_due()
+
+    def _take_selections(self) -> None:
+        for weight in self._weights:
+            if weight.proposed is not None:
+                weight.pending, weight.proposed, weight.decided = weight.proposed, None, False
 
     def _plan_anew(self, config: ZenFlowConfig) -> None:
         """Close the window, make everything visible and go on with these knobs."""
@@ -653,41 +681,67 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 known[new.param].replan(new)
         self._weights = [known.get(new.param, new) for new in planned]
 
-    def _close(self, at_once: bool, exact: bool = False) -> None:
-        lag = min(self.config.apply_lag or self.config.longest_window, self._window_steps)
+    def _close(self, at_once: bool, exact: bool = False, turn: int | None = None) -> None:
+        """Close the windows of all buckets, or of those whose turn it is."""
         buckets = max((weight.first_bucket + max(1, weight.bucket_count) for weight in self._weights), default=1)
+        closing = [b for b in range(buckets) if turn in (None, b * self.config.longest_window // buckets)]
+        if not closing:
+            return
         self._drop_selections_like_the_old()
         for weight in self._weights:
             weight.energy = Energy()
-            self.events["in flight at a close"] += bool(weight.due)
-            weight.show(weight.due)
-            weight.due, weight.coming = {}, {}
-            if self._window_steps:
-                had_entries, ahead, weight.ahead = bool(weight.log), weight.ahead, set()
-                last, coasted = self._apply(weight)
-                for column, slot in weight.slot.items():
-                    bucket = weight.first_bucket + slot // weight.bucket_slots
-                    if not had_entries and bucket not in ahead:
-                        continue
-                    leaving = weight.pending is not None and column in weight.pending
-                    later = self._step + 1 + bucket * lag // buckets
-                    weight.due[column] = due = self._step if at_once or leaving else later
-                    missing = (self._window_steps - 1) / 2 + due - self._step
-                    times = coasted(missing)
-                    if times and self.config.look_ahead == "coast" and not exact and not leaving:
-                        self.events["columns coasting"] += 1
-                        weight.ahead.add(bucket)
-                        assert weight.master is not None
-                        assert last is not None
-                        master = weight.master[:, column]
-                        weight.coming[column] = (master + (master - last[:, column]) * times).to(weight.param.dtype)
-                weight.show([column for column, step in weight.due.items() if step <= self._step])
-                self.events["columns moved"] += weight.reselect()
-        self._window_steps = 0
+            own = [column for column in weight.slot if weight.bucket(column) in closing]
+            self.events["in flight at a close"] += any(column in weight.due for column in own)
+            weight.show([column for column in own if column in weight.due])
+            for column in own:
+                weight.due.pop(column, None)
+                weight.coming.pop(column, None)
+            for bucket in closing:
+                columns = sorted(column for column in own if weight.bucket(column) == bucket)
+                lag = min(self.config.lag, self._step - self._since(bucket))
+                share = lag if self.config.window_phase == "staggered" else 1 + bucket * lag // buckets
+                self._close_bucket(weight, bucket, columns, self._step if at_once else self._step + share, exact)
+            weight.show([column for column in own if weight.due.get(column, self._step + 1) <= self._step])
+            weight.show([column for column in own if column in (weight.pending or ())])
+            self.events["columns moved"] += weight.reselect(closing)
+            self.events["selections half followed"] += weight.pending is not None and turn is not None
+        self._closed |= dict.fromkeys(closing, self._step)
+        if turn is None:
+            self._window_steps, self._closed = 0, {}
+        for weight in self._weights:
+            since = min(self._since(bucket) for bucket in range(buckets))
+            weight.log = [entry for entry in weight.log if entry.step > since]
+
+    def _since(self, bucket: int) -> int:
+        """The last step whose gradients are not in the open window of a bucket."""
+        return self._closed.get(bucket, self._step - self._window_steps)
+
+    def _close_bucket(self, weight: Weight, bucket: int, columns: list[int], later: int, exact: bool) -> None:
+        since = self._since(bucket)
+        window_steps, ahead = self._step - since, bucket in weight.ahead
+        entries = [entry for entry in weight.log if entry.step > since]
+        weight.ahead.discard(bucket)
+        if not columns or not window_steps or not (entries or ahead):
+            return
+        last, coasted, decay = self._apply(weight, columns, entries)
+        for column in columns:
+            leaving = weight.pending is not None and column in weight.pending
+            weight.decays[column] = decay
+            weight.due[column] = due = self._step if leaving else later
+            times = coasted((window_steps - 1) / 2 + due - self._step)
+            if times and self.config.look_ahead == "coast" and not exact and not leaving:
+                self.events["columns coasting"] += 1
+                weight.ahead.add(bucket)
+                assert weight.master is not None
+                assert last is not None
+                master = weight.master[:, column]
+                weight.coming[column] = (master + (master - last[:, column]) * times).to(weight.param.dtype)
 
     def _drop_selections_like_the_old(self) -> None:
         """With an "auto" interval a selection changes only where too little of it would stay."""
-        pending = [weight for weight in self._weights if weight.pending is not None]
+        pending = [weight for weight in self._weights if weight.pending is not None and not weight.decided]
+        for weight in pending:
+            weight.decided = True
         if not pending or self.config.select_interval != "auto":
             return
         kept = sum(len(weight.selected.intersection(weight.pending or ())) for weight in pending)
@@ -697,13 +751,14 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for weight in pending:
                 weight.pending = None
 
-    def _apply(self, weight: Weight) -> tuple[Tensor | None, Callable[[float], float]]:
-        """The masters before the last update, and how many times it is repeated for so many missing ones."""
-        columns, last = sorted(weight.slot), weight.master
-        entries = [entry for entry in weight.log if not entry.skipped]
+    def _apply(
+        self, weight: Weight, columns: list[int], entries: Sequence[Entry]
+    ) -> tuple[Tensor | None, Callable[[float], float], float]:
+        """The masters before the last update, how often it is repeated for so many missing ones, the decay of all."""
+        last = weight.master
+        entries = [entry for entry in entries if not entry.skipped]
         self.events["entries applied"] += len(entries)
         decays = [self.rule.decay(entry.hyper) for entry in entries] if self.rule.decoupled else []
-        weight.due_decay = math.prod(decays)
         if self.config.deferred_update == "replay":
             for entry in entries:
                 last = None if weight.master is None else weight.master.clone()
@@ -713,9 +768,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for entry in entries[1:]:
                 total, decay = total + entry.grad, decay * self.rule.decay(entry.hyper)
             weight.update(columns, total / len(entries), self._hypers[weight.group], decay)
-        weight.log = []
         hyper = entries[-1].hyper if entries else None
-        return last, lambda missing: 0.0 if hyper is None else self.rule.coast(hyper, missing)
+        return last, lambda missing: 0.0 if hyper is None else self.rule.coast(hyper, missing), math.prod(decays)
 
     def _show_masters(self) -> None:
         for weight in self._weights:

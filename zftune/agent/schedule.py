@@ -112,6 +112,7 @@ BEGINNING = (
     "overlap_step",
     "apply_lag",
     "look_ahead",
+    "window_phase",
     "deferred_update",
     "offload_ratio",
     "host_threads",

@@ -48,21 +48,7 @@ def our_state_dict(training: TrainingState, config: ZenFlowConfig) -> dict[str, 
     whole = plan_model([nn.Parameter(weight.master) for weight in training.weights], config, set())
     for number, (weight, plan) in enumerate(zip(training.weights, whole.weights, strict=True)):
         started = bool(weight.moments)
-        weights.append(
-            SavedWeight(
-                plan,
-                started,
-                flat=started and not plan.columns,
-                pending=False,
-                chosen=True,
-                log=[],
-                flights=[],
-                ahead=[],
-                auto=[],
-                ledger=[],
-                firings=1,
-            )
-        )
+        weights.append(SavedWeight.fresh(plan, started=started, flat=started and not plan.columns))
         state[number] = _tensors(weight, plan, rule)
     header = Header(
         rule=training.rule,

@@ -170,6 +170,7 @@ def profile(
     apply_lag: Annotated[int | None, _knob("Steps over which a window shows.")] = None,
     deferred_update: Annotated[str | None, _knob("replay or mean.")] = None,
     look_ahead: Annotated[str | None, _knob("none or coast: show late updates before they come.")] = None,
+    window_phase: Annotated[str | None, _knob("together or staggered: a share of the buckets each step.")] = None,
     full_warm_up_rounds: Annotated[int | None, _knob("Synchronous first steps.")] = None,
     overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,
     pipeline: Annotated[str | None, _knob("bucket or none (DeepSpeed's order).")] = None,

@@ -44,6 +44,7 @@ OWN_KNOBS = (
     "deferred_update",
     "apply_lag",
     "look_ahead",
+    "window_phase",
     "pipeline",
     "skip_nonfinite",
     "host_threads",

@@ -113,7 +113,7 @@ def floor(rates: Rates, split: Split, config: ZenFlowConfig) -> Floor:
         if config.pipeline == "none":
             step = max(step, alone + loads["host"] + loads["h2d"])
         else:  # forward goes on as far as weights are there
-            ahead = 0.0 if rates.keeps_whole else rates.forward_ms / window
+            ahead = 0.0 if rates.keeps_whole else rates.forward_ms / (1 if config.staggers else window)
             step = max(step, alone - ahead + loads["host"])
     return Floor(loads, step, s_min, bound_by)
 
@@ -142,5 +142,5 @@ def mean_staleness(split: Split, config: ZenFlowConfig) -> float:
     if not config.overlap_step:
         return in_window
     if not split.pieces:
-        return in_window + (1 + config.lag) / 2
+        return in_window + (config.lag if config.staggers else (1 + config.lag) / 2)
     return in_window + sum(piece.elements * piece.due for piece in split.pieces) / split.deferred

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, WeightPlan
+from zenflow.schedule import log_bytes
 from zftune.planner.model import Job, Memory, ModelFacts
 from zftune.planner.rates import MOMENTS
 from zftune.planner.split import model_plan, totals_of
@@ -96,13 +97,15 @@ def host_bytes(model: ModelFacts, config: ZenFlowConfig, *, ranks: int = 1) -> d
 
     The log is that of the longest window; each rank has the state of its rows of every weight.
     """
-    found = [0, 0, 0]
+    found = {"state": 0, "log": 0, "staging": 0}
+    buckets = model_plan(model, config).buckets
     for part, count in Counter(_alike(model, ranks)).items():
         sums = _host_sums(model, config.topk_ratio, config.offload_ratio, config.bucket_bytes, part, ranks)
-        for use, nbytes in enumerate(sums):
-            found[use] += count * nbytes
-    state, staging, entries = found
-    return {"state": state, "log": config.longest_window * entries, "staging": staging}
+        state, staging, entries = sums
+        found["state"] += count * state
+        found["log"] += count * log_bytes(config, entries, buckets)
+        found["staging"] += count * staging
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -122,11 +125,11 @@ def _rows_of(rows: int, rank: int, ranks: int) -> int:
 @lru_cache(maxsize=512)
 def _host_sums(
     model: ModelFacts, topk_ratio: float, offload_ratio: float, bucket_bytes: int, rank: int, ranks: int
-) -> tuple[int, int, int]:
-    """Bytes of a rank's state, of its staging, and of a step's log entries and the largest of them."""
+) -> tuple[int, int, Sequence[tuple[int, int]]]:
+    """Bytes of a rank's state, of its staging, and of one step's log entry of each bucket, behind its number."""
     config = ZenFlowConfig(topk_ratio=topk_ratio, offload_ratio=offload_ratio, bucket_bytes=bucket_bytes)
     state = staging = 0
-    entries: Counter[int] = Counter({0: 0})
+    entries: Counter[int] = Counter()
     for shape, weight in zip(model.weights, model_plan(model, config).weights, strict=True):
         rows = weight.rows * _rows_of(shape[0], rank, ranks) // shape[0] if weight.deferred else 0
         elements = weight.deferred * rows
@@ -134,7 +137,7 @@ def _host_sums(
         staging += model.element_bytes * elements
         for number, (low, high) in enumerate(weight.bucket_slots, weight.first_bucket):
             entries[number] += padded((high - low) * rows * model.element_bytes)
-    return state, staging, entries.total() + max(entries.values())
+    return state, staging, tuple(entries.items())
 
 
 def device_bytes(

@@ -209,6 +209,7 @@ _KNOBS = (
     "select_interval",
     "deferred_update",
     "look_ahead",
+    "window_phase",
     "stream",
     "bucket_bytes",
     "staging_bytes",

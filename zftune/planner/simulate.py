@@ -2,8 +2,9 @@
 
 It follows the runtime's schedule: gradients leave as backward produces them (or in the step), windows close every S
 steps, pieces are shown after step e_w + 1 + floor(b * min(L, n_w) / B), weights cross the link in the step before, as
-many as staging has room for, the log has room for S steps and S times the largest bucket. The host takes the foremost
-piece whose gradients are there; it waits for the foremost of all where nothing is lost by it. Selections do not change.
+many as staging has room for, the log has room for S steps and S times the largest bucket. Staggered windows close in S
+different steps and are shown L steps later. The host takes the foremost piece whose gradients are there; it waits for
+the foremost of all where nothing is lost by it. Selections do not change.
 
 Several ranks are alike: one is followed. Its layers are units of FSDP2, gathered for forward and backward; a layer's
 gradients leave when they are reduced. Waits for late weights are not left to forward. Ranks that have whole weights
@@ -19,12 +20,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
+from zenflow.schedule import logged_bytes
 from zftune.planner.model import CAUSES
 from zftune.planner.rates import Rates, score_ms
 from zftune.planner.resources import Collectives, Log, Server, StagingBytes
@@ -165,7 +167,8 @@ class _Pipeline:
         """When the host began with its last piece."""
         self.sends = [_send_of(rates, piece) for piece in split.pieces]
         largest = _entry_bytes(split.largest_log_bytes, rates)
-        self.log = Log(self.window * (sum(send[-1] for send in self.sends) + largest))
+        entries = ((piece.turn, send[-1]) for piece, send in zip(split.pieces, self.sends, strict=True))
+        self.log = Log(logged_bytes(config, entries) + self.window * largest)
         self.before_layers: list[int] = []
         for number, piece in enumerate(split.pieces):
             (self.before_layers if piece.before_layers else self.by_stage[piece.stage]).append(number)
@@ -182,7 +185,6 @@ class _Pipeline:
             numbers.sort(key=lambda number: self._unit(split.pieces[number]) < split.layers)  # the rest is first
         self.needed = numbers
         """The pieces in the order in which they are needed."""
-        self.updates = self.window if config.deferred_update == "replay" else 1
 
     def run(self) -> Steady:
         windows = max(_LEAST_WINDOWS, -(-_LEAST_STEPS // self.window))
@@ -343,7 +345,7 @@ class _Pipeline:
 
     def _step(self, step: int) -> None:
         state = self.state
-        closes = step % self.window == 0
+        closing = {n for n, piece in enumerate(self.split.pieces) if (step - piece.turn) % self.window == 0}
         state.thread = max(state.thread, self.last_end)  # it is ahead by a step at most
         state.call(self.split.weights * self.rates.thread.weight_ms)
         if self.network is not None:
@@ -366,9 +368,9 @@ class _Pipeline:
         state.last_down = state.down.free_at
         if not behind:
             self._update()
-        self._apply(step, everything=closes)
-        if closes:
-            self._close(step)
+        self._apply(step, closing)
+        if closing:
+            self._close(step, closing)
         self._ask(step + 1)
         if self.rates.keeps_whole:
             self._exchange(self.rates.gather_ms)
@@ -391,19 +393,23 @@ class _Pipeline:
 
     # --- windows ---------------------------------------------------------------------------------------------------
 
-    def _close(self, step: int) -> None:
+    def _close(self, step: int, closing: Container[int]) -> None:
         state, synchronous = self.state, not self.config.overlap_step
-        state.call(self.split.buckets * self.rates.thread.job_ms)  # the host begins when it has all jobs
+        needed = [number for number in self.needed if number in closing]
+        elements = sum(self.split.pieces[number].elements for number in needed)
+        share = elements / max(1, self.split.deferred)
+        buckets = sum(self.split.pieces[number].buckets for number in needed)
+        state.call(buckets * self.rates.thread.job_ms)  # the host begins when it has all jobs
         in_turn = synchronous and self.config.pipeline == "none"
         arrived = [state.down.free_at] * len(self.arrived) if in_turn else self.arrived
         flights: dict[int, _Flight] = {}
         # Whether ranks skip the step they know at its end, and the host behind all of its gradients.
         told = state.down.free_at if self.network is not None and self.streams else 0.0
         inputs = [max(told, *pair) for pair in zip(arrived, self.copied, strict=True)]
-        self._exchange_columns(step, told)
-        left = list(self.needed)
+        self._exchange_columns(step, told, share)
+        left = list(needed)
         chosen = max(state.now, self.begun, told)
-        in_order = not synchronous and self._rest_comes_soon(inputs, chosen)
+        in_order = not synchronous and self._rest_comes_soon(inputs, chosen, needed)
         while left:
             # The next is chosen when the one before begins, the first when the device has come to the window's close,
             # and the host knows what all of them wait for.
@@ -411,40 +417,44 @@ class _Pipeline:
             there = (at for at, number in enumerate(left) if in_order or inputs[number] <= chosen)
             number = left.pop(next(there, -1 if self.streams else 0))
             piece = self.split.pieces[number]
-            duration = self.rates.host_ms(piece.elements / self.rates.ranks, self.window, self.updates)
+            duration = self._host_ms(piece.elements / self.rates.ranks, len(self.logged[number]))
             self.begun, end = state.host.serve(max(state.now, inputs[number]), duration)
             self.log.give_back(end, self.logged[number])
             self.logged[number] = []
             due = step if synchronous else step + piece.due
             flights[number] = _Flight(number, piece, due, arrived[number], end)
-        state.flights += [flights[number] for number in self.needed]
+        state.flights += [flights[number] for number in needed]
         if synchronous:
-            self._apply_synchronously(step, in_turn=in_turn)
+            self._apply_synchronously(step, closing, in_turn=in_turn)
 
-    def _exchange_columns(self, step: int, told: float) -> None:
+    def _host_ms(self, elements: float, steps: int) -> float:
+        """A host pass over a rank's elements of one window."""
+        return self.rates.host_ms(elements, steps, steps if self.config.deferred_update == "replay" else 1)
+
+    def _exchange_columns(self, step: int, told: float, share: float) -> None:
         """At the first close nearly all selected columns are others than those that training began with."""
-        selected = self.split.selected / self.rates.ranks
+        selected = share * self.split.selected / self.rates.ranks
         if step > self.window or not selected or not self.split.deferred:
             return
         state, streams = self.state, _STATE / self.rates.element_bytes
         there = max(state.now, state.down.free_at, told)
-        _, updated = state.host.serve(there, self.rates.host_ms(selected, self.window, self.updates))
+        _, updated = state.host.serve(there, self._host_ms(selected, self.window))
         state.down.serve(there, self.rates.down_ms(streams * selected))
         _, end = state.up.serve(updated, self.rates.up_ms(streams * selected))
         state.thread, state.now = max(state.thread, end), max(state.now, end)
 
-    def _rest_comes_soon(self, inputs: list[float], now: float) -> bool:
+    def _rest_comes_soon(self, inputs: list[float], now: float, numbers: Sequence[int]) -> bool:
         """Whether the link brings the rest before the host could do two buckets of average size: then it waits."""
-        coming = sum(send[1] for send, at in zip(self.sends, inputs, strict=True) if at > now)
-        whole = self.rates.host_ms(self.split.deferred / self.rates.ranks, self.window, self.updates)
+        coming = sum(self.sends[number][1] for number in numbers if inputs[number] > now)
+        whole = self._host_ms(self.split.deferred / self.rates.ranks, self.window)
         return coming <= 2 * whole / max(1, self.split.buckets)
 
-    def _apply_synchronously(self, step: int, *, in_turn: bool) -> None:
+    def _apply_synchronously(self, step: int, closing: Container[int], *, in_turn: bool) -> None:
         if in_turn and self.state.flights:
             last = max(self.state.flights, key=lambda flight: flight.updated)
             self._wait_for(last, last.updated)
         self._ask(step)
-        self._apply(step, everything=in_turn)
+        self._apply(step, closing if in_turn else ())
 
     def _ask(self, step: int) -> None:
         """Want what is due after a step: it is sent as soon as it is updated and there is room for it."""
@@ -480,14 +490,14 @@ class _Pipeline:
     def _bytes(self, flight: _Flight) -> float:
         return self.rates.element_bytes * flight.piece.elements / self.rates.ranks
 
-    def _apply(self, step: int, *, everything: bool) -> None:
-        """Show what is due, or leave it to the forward of its layer where it is not there yet."""
+    def _apply(self, step: int, closing: Container[int]) -> None:
+        """Show what is due, and what closes again; where it is not there yet, leave it to the forward of its layer."""
         state = self.state
-        due = [flight for flight in state.flights if everything or flight.due <= step]
-        state.flights = [flight for flight in state.flights if not (everything or flight.due <= step)]
+        due = [flight for flight in state.flights if flight.number in closing or flight.due <= step]
+        state.flights = [flight for flight in state.flights if not (flight.number in closing or flight.due <= step)]
         for flight in due:
             there = flight.up is not None and flight.up[1] <= state.now
-            if self.in_forward and not everything and not there:
+            if self.in_forward and flight.number not in closing and not there:
                 state.late.append(flight)
             else:
                 self._show(flight)

@@ -13,7 +13,7 @@ from zenflow import ZenFlowConfig
 from zenflow.host.places import padded
 from zenflow.layout import ModelPlan, plan_model
 from zenflow.ranks import buckets as exchanges
-from zenflow.schedule import due_step
+from zenflow.schedule import due_step, turn_of
 from zftune.planner.model import ModelFacts
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,6 +39,8 @@ class Piece:
     before_layers: bool = False
     """Whether its gradients are whole only when backward is over."""
     buckets: int = 1
+    turn: int = 0
+    """Steps after a multiple of S in which its window closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,8 @@ def split_of(model: ModelFacts, config: ZenFlowConfig, *, pieces: int = _PIECES)
     shown = []
     for index, bucket in enumerate(found.buckets):
         due = due_step(0, window, config.lag, bucket=index, buckets=count)
-        shown.append(replace(bucket, due=min(due, window)))
+        due = config.lag if config.staggers else min(due, window)
+        shown.append(replace(bucket, due=due, turn=turn_of(config, index, count)))
     return replace(found.totals, pieces=_merged(shown, pieces))
 
 
@@ -194,5 +197,5 @@ def _merged(buckets: list[Piece], pieces: int) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
-def _kind(piece: Piece) -> tuple[int, int, bool]:
-    return piece.stage, piece.due, piece.before_layers
+def _kind(piece: Piece) -> tuple[int, int, int, bool]:
+    return piece.stage, piece.due, piece.turn, piece.before_layers

@@ -76,6 +76,8 @@ def _knobs(knobs: Mapping[str, Any]) -> str:
         shown.append(f"apply_lag {knobs['apply_lag']}")
     if knobs["look_ahead"] != "none":
         shown.append(f"look_ahead {knobs['look_ahead']}")
+    if knobs["window_phase"] != "together":
+        shown.append(f"window_phase {knobs['window_phase']}")
     shown += [f"overlap_step {'on' if knobs['overlap_step'] else 'off'}", f"pipeline {knobs['pipeline']}"]
     return " · ".join(shown)
 

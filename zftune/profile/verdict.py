@@ -524,7 +524,7 @@ def _advise_h2d(document: Document) -> str:
         bucket = 'Set pipeline to "bucket", and turn' if knobs["pipeline"] == "none" else "Turn"
         return f"{bucket} overlap_step on, so that weights travel beside the next steps."
     interval, lag = knobs["update_interval"], knobs["apply_lag"]
-    if lag is not None and lag < interval:
+    if lag is not None and lag < interval and knobs["window_phase"] == "together":
         return f"Raise apply_lag from {lag} to {interval}: the weights then spread over the whole window."
     return f"Raise update_interval above {interval}: weights then cross the link less often."
 

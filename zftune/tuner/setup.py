@@ -467,7 +467,7 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
         threads=sorted({cores // 4, cores // 2, 3 * cores // 4}) if cores >= _FEW_CORES else (),
         offload_ratios=sorted({*lower, 1.0, base.offload_ratio}),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
-        movement_percent=facts.movement_percent, movement_rate=facts.movement_rate,
+        movement_percent=facts.movement_percent, movement_rate=facts.movement_rate, staggered=facts.config.staggers,
     )  # fmt: skip
     forecast = _forecast(facts, base)
     planner = forecast if isinstance(forecast, PlannerForecast) else None

@@ -194,6 +194,7 @@ class Space:
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
+        staggered: whether windows close by turns, so that the lag stays one step.
     """
 
     base: Setting
@@ -204,11 +205,12 @@ class Space:
     fixed_because: str = ""
     movement_percent: float | None = None
     movement_rate: float | None = None
+    staggered: bool = False
 
     def setting(self, indices: Mapping[str, int]) -> Setting:
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
         interval = values.get("update_interval", self.base.update_interval)
-        share = values.pop("lag_share", self.base.apply_lag / self.base.update_interval)
+        share = values.pop("lag_share", 0.0 if self.staggered else self.base.apply_lag / self.base.update_interval)
         share = share if values.get("overlap_step", self.base.overlap_step) else 1.0  # it has no effect
         lag = min(interval, max(1, round(share * interval + _ROUNDING)))
         return replace(self.base, **values, apply_lag=lag)
@@ -227,8 +229,7 @@ class Space:
     def settings(self) -> Iterator[Setting]:
         """Every allowed one, the base's own choices as they come; each once."""
         seen: set[Setting] = set()
-        ranges = [range(len(one.choices)) for one in self.dimensions]
-        for chosen in itertools.product(*ranges):
+        for chosen in itertools.product(*(range(len(one.choices)) for one in self.dimensions)):
             setting = self.setting({one.name: index for one, index in zip(self.dimensions, chosen, strict=True)})
             if setting not in seen and self.violation(setting) is None:
                 seen.add(setting)
@@ -288,8 +289,9 @@ def space_for(
     zenflow_section: bool = True,
     movement_percent: float | None = None,
     movement_rate: float | None = None,
+    staggered: bool = False,
 ) -> Space:
-    """The space of a quality, around the setting that the user has; movements are as of `Space`.
+    """The space of a quality, around the setting that the user has; movements and `staggered` are as of `Space`.
 
     Args:
         quality: "exact": the plain optimizer's trajectory; "published": as stale as the base; "loose": twice that. Of
@@ -306,19 +308,18 @@ def space_for(
             dimensions=_open((split, *speed)), budget=0.0, coverage=coverage,
             fixed_because="exact keeps the plain optimizer's trajectory",
         )  # fmt: skip
-    space = Space(base=base, quality=quality, dimensions=(), budget=0.0, coverage=coverage)
+    space = Space(base=base, quality=quality, dimensions=(), budget=0.0, coverage=coverage, staggered=staggered)
     if not has_loss:
         return replace(space, dimensions=_open(speed), budget=space.cost(base), fixed_because=_NO_LOSS)
     budget = STALENESS[quality] * space.cost(base if zenflow_section else PUBLISHED)
     trajectory = (
         Dimension("topk_ratio", TOPK_RATIOS),
         Dimension("update_interval", UPDATE_INTERVALS),
-        Dimension("lag_share", LAG_SHARES),
+        Dimension("lag_share", (0.0,) if staggered else LAG_SHARES),
     )
-    own = replace(base, overlap_step=True)
-    free = replace(space, base=own, dimensions=_open((*trajectory, *speed)), budget=budget)
+    free = replace(space, base=replace(base, overlap_step=True), dimensions=_open((*trajectory, *speed)), budget=budget)
     bounded = free if movement_percent is None else free.moving(movement_percent, movement_rate)
-    return bounded if movement_percent is None else replace(bounded, base=bounded.earlier(own))
+    return bounded if movement_percent is None else replace(bounded, base=bounded.earlier(free.base))
 
 
 def _open(dimensions: Sequence[Dimension]) -> tuple[Dimension, ...]:

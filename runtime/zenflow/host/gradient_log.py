@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
+from zenflow.config import ZenFlowConfig
 from zenflow.device import Arrived, Device, Transfer
 from zenflow.errors import HostEngineError
 from zenflow.history import History
 from zenflow.host.engine import HostEngine
 from zenflow.host.log_pool import Extents, LogPool
 from zenflow.host.memory import HostMemory
-from zenflow.host.places import padded
+from zenflow.schedule import log_bytes
 from zenflow.signals import look_for_signals
 
 
 class GradientLog:
-    """Room for S entries of every bucket, and S of the largest: what draining one window frees, the next one fills."""
+    """Room for the entries of open windows, and for one window of the largest bucket, which is being applied."""
 
     def __init__(
-        self, memory: HostMemory, engine: HostEngine, device: Device, history: History, update_interval: int
+        self, memory: HostMemory, engine: HostEngine, device: Device, history: History, config: ZenFlowConfig
     ) -> None:
-        """`update_interval`: S."""
         self._engine = engine
         self._device = device
         self._history = history
-        self._update_interval = update_interval
-        entries: Counter[int] = Counter()
-        self._entries = entries  # how many buckets have entries of so many bytes
+        self._config = config
+        self._entries: Sequence[tuple[int, int]] = ()  # number and bytes of an entry of each bucket
+        self._buckets = 1
 
         def allocate(nbytes: int) -> torch.Tensor:
-            return memory.empty((nbytes,), torch.uint8, "log", max(entries, default=nbytes))
+            largest = max((size for _, size in self._entries), default=nbytes)
+            return memory.empty((nbytes,), torch.uint8, "log", largest)
 
         self._pool = LogPool(0, allocate, clock=device.clock, segment_bytes=device.pin_bytes, beside=memory.beside)
         engine.on_failure(self._pool.fail)
@@ -52,27 +52,22 @@ class GradientLog:
         """Give back what is to spare, but for segments that have an entry in them: somebody needs the memory."""
         self._pool.give_up_spare()
 
-    def plan(self, entry_bytes: int, *, instead_of: int = 0) -> None:
-        """Make room for one more bucket, of `entry_bytes` a step (0: it is gone), planned as `instead_of` before."""
-        if entry_bytes:
-            self._entries[padded(entry_bytes)] += 1
-        if instead_of:
-            self._entries.subtract([padded(instead_of)])
-            if not self._entries[padded(instead_of)]:
-                del self._entries[padded(instead_of)]
-        self._resize()
+    def plan(self, entries: Sequence[tuple[int, int]], buckets: int) -> None:
+        """Make room for entries of these buckets, each with its number and (padded) bytes, of `buckets` in all."""
+        self._entries, self._buckets = entries, buckets
+        self.follow(self._config)
 
-    def set_interval(self, update_interval: int) -> None:
-        """Make room for windows of another length; what is too much is kept, since it took long to pin."""
-        self._update_interval = update_interval
-        self._resize()
+    def follow(self, config: ZenFlowConfig) -> None:
+        """Make room for the windows of other knobs; what is too much is kept, since it took long to pin."""
+        self._config = config
+        self._pool.resize(self.bytes_for(config))
 
-    def reserve(self, update_interval: int) -> None:
+    def reserve(self, config: ZenFlowConfig) -> None:
         """Get the memory for longer windows now; where that takes long, beside training.
 
         Raises MemoryError if the host has less; where it is got beside training, a later `send` does.
         """
-        self._pool.reserve(self.bytes_for(update_interval))
+        self._pool.reserve(self.bytes_for(config))
 
     def fill(self) -> None:
         """Get all the memory that is planned now: a hook of backward is no place to allocate it.
@@ -81,19 +76,9 @@ class GradientLog:
         """
         self._pool.fill()
 
-    def bytes_for(self, update_interval: int) -> int:
-        """Bytes of the log for windows of another length, with the buckets that are planned."""
-        return update_interval * self._window_step_bytes()
-
-    def capacity_for(self, entries_bytes: Sequence[int], update_interval: int) -> int:
-        """Bytes of the log where each bucket's entry takes that many (`padded`)."""
-        return update_interval * (sum(entries_bytes) + max(entries_bytes, default=0))
-
-    def _window_step_bytes(self) -> int:
-        return sum(size * count for size, count in self._entries.items()) + max(self._entries, default=0)
-
-    def _resize(self) -> None:
-        self._pool.resize(self.bytes_for(self._update_interval))
+    def bytes_for(self, config: ZenFlowConfig) -> int:
+        """Bytes of the log under other knobs, with the buckets that are planned."""
+        return log_bytes(config, self._entries, self._buckets)
 
     def send(self, packed: torch.Tensor) -> tuple[Extents, list[torch.Tensor], Transfer]:
         """Send a step's gradient of a bucket, flat on the device, to the host; blocks while there is no room for it.

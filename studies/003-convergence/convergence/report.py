@@ -31,6 +31,7 @@ from convergence.predict import (
 )
 from convergence.setting import (
     AHEAD,
+    AHEAD_METHODS,
     BETWEEN,
     HURTING,
     INTERVALS,
@@ -42,6 +43,7 @@ from convergence.setting import (
     SEEDS,
     Regime,
     Setting,
+    ahead,
     grid,
     instruments,
     published,
@@ -277,10 +279,10 @@ def look_ahead_table(runs: Runs) -> str:
     """What replay loses with and without look-ahead, over seeds."""
     rows = []
     for regime, lr in AHEAD:
-        found = [over_seeds(runs, published(regime, method, lr), SEEDS) for method in ("replay", "coast")]
+        found = [over_seeds(runs, ahead(regime, method, lr), SEEDS) for method in AHEAD_METHODS]
         rows.append([f"{regime}, {lr:g}", *map(with_interval, found)])
-    head = ["regime, learning rate", "replay", "replay with coast"]
-    title = "# 003: excess over synchronous AdamW in percent, k = 0.05, S = L = 4, mean and 95% interval over seeds"
+    head = ["regime, learning rate", "replay, L = 4", "with coast, L = 4", "with coast, staggered"]
+    title = "# 003: excess over synchronous AdamW in percent, k = 0.05, S = 4, mean and 95% interval over seeds"
     return "\n".join([title, "", *table(head, rows)]) + "\n"
 
 

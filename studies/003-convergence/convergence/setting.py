@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Regime = Literal["fine-tuning", "from scratch"]
-Method = Literal["synchronous", "replay", "coast", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"]
+Method = Literal[
+    "synchronous", "replay", "coast", "staggered", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"
+]  # fmt: skip
 Schedule = Literal["constant", "decay"]
 
 REGIMES: tuple[Regime, ...] = ("fine-tuning", "from scratch")
 SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 RULES: tuple[Method, ...] = ("replay", "mean")
-"""Of `deferred_update`; "coast" is replay with `look_ahead="coast"`."""
+"""Of `deferred_update`; "coast" is replay with `look_ahead="coast"`, "staggered" that in staggered windows."""
+AHEAD_METHODS: tuple[Method, ...] = ("replay", "coast", "staggered")
 RATES = (1e-5, 1e-4, 1e-3)
 RATIOS = (0.0, 0.05, 0.1)
 INTERVALS = (1, 2, 4, 8)
@@ -48,12 +51,15 @@ class Setting:
     warm_up: int = 0
     schedule: Schedule = "constant"
     seed: int = 0
+    bucket_kib: int = 0
+    """Size of a bucket; 0: the runtime's own, in which this model is one bucket."""
 
     @property
     def key(self) -> str:
         """The whole setting in a line."""
         knobs = f"k={self.ratio:g} S={self.interval} L={self.lag} W={self.warm_up}"
-        return f"{self.regime}, {self.method}: lr={self.lr:g} {self.schedule} {knobs} seed={self.seed}"
+        buckets = f" buckets of {self.bucket_kib} KiB" if self.bucket_kib else ""
+        return f"{self.regime}, {self.method}: lr={self.lr:g} {self.schedule} {knobs} seed={self.seed}{buckets}"
 
     @property
     def staleness(self) -> float:
@@ -72,7 +78,7 @@ class Setting:
 
 def published(regime: Regime, method: Method, lr: float, **more: object) -> Setting:
     """k = 0.05, S = 4, L = S, what the tutorial of DeepSpeed's ZenFlow sets."""
-    return replace(Setting(regime=regime, method=method, lr=lr, ratio=0.05, interval=4, lag=4), **more)  # type: ignore[arg-type]
+    return Setting(**{"regime": regime, "method": method, "lr": lr, "ratio": 0.05, "interval": 4, "lag": 4, **more})  # type: ignore[arg-type]
 
 
 def grid(regime: Regime) -> Iterator[Setting]:
@@ -130,13 +136,18 @@ def instruments() -> Iterator[Setting]:
             yield from (replace(start, interval=size, lag=size) for size in (4, 8))
 
 
+def ahead(regime: Regime, method: Method, lr: float, **more: object) -> Setting:
+    """k = 0.05, S = 4, in as many buckets as a large model has; L = 4, or 1 where windows are staggered."""
+    lag = 1 if method == "staggered" else 4
+    return published(regime, method, lr, bucket_kib=16, lag=lag, **more)
+
+
 def look_ahead() -> Iterator[Setting]:
-    """Replay with and without look-ahead, at k = 0.05 and S = L = 4."""
+    """Replay with and without look-ahead."""
     for regime, lr in AHEAD:
         for seed in SEEDS:
             yield Setting(regime=regime, method="synchronous", lr=lr, seed=seed)
-            yield published(regime, "replay", lr, seed=seed)
-            yield published(regime, "coast", lr, seed=seed)
+            yield from (ahead(regime, method, lr, seed=seed) for method in AHEAD_METHODS)
 
 
 def remedies() -> Iterator[Setting]:

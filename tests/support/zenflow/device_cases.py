@@ -20,6 +20,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "windows": WINDOWS,
     "mean": {**WINDOWS, "deferred_update": "mean", "apply_lag": 1},
     "coasting": {**WINDOWS, "look_ahead": "coast"},
+    "staggered": {**WINDOWS, "look_ahead": "coast", "window_phase": "staggered", "select_interval": 4},
     "part": {**WINDOWS, "offload_ratio": 0.6, "max_grad_norm": 0.5},
     "zero-offload": {"topk_ratio": 0.0, "update_interval": 1, "overlap_step": False, "pipeline": "none"},
     "auto": {**WINDOWS, "update_interval": "auto", "select_interval": "auto", "max_update_interval": 5},

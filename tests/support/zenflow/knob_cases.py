@@ -20,6 +20,7 @@ VALUES: dict[str, list[Any]] = {
     "apply_lag": [None, 1, 2, 3, 5],
     "deferred_update": ["replay", "mean"],
     "look_ahead": ["none", "coast"],
+    "window_phase": ["together", "staggered"],
     "overlap_step": [True, True, False],
     "pipeline": ["bucket", "none"],
     "auto_ratio": [0.0, 0.5, 0.99, 1.0],
@@ -81,7 +82,7 @@ def with_auto(rng: random.Random, case: Case) -> Case:
     which = rng.choice(["update", "select", "both", "both"])
     knobs: dict[str, Any] = {}
     if which != "select":
-        knobs |= {"update_interval": "auto", "auto_ratio": rng.choice(VALUES["auto_ratio"])}
+        knobs |= {"update_interval": "auto", "window_phase": "together", "auto_ratio": rng.choice(VALUES["auto_ratio"])}
         knobs["max_update_interval"] = rng.choice([1, 2, 4, 6, 9])
         knobs["apply_lag"] = rng.choice([None, *range(1, knobs["max_update_interval"] + 1)])
     if which != "update":

@@ -51,6 +51,15 @@ SETTINGS = [
     _setting("windows", late=True, topk_ratio=0.25, update_interval=4, select_interval=4),
     _setting("coasting", late=True, topk_ratio=0.25, update_interval=4, select_interval=4, look_ahead="coast"),
     _setting(
+        "staggered",
+        late=True,
+        topk_ratio=0.25,
+        update_interval=4,
+        select_interval=4,
+        look_ahead="coast",
+        window_phase="staggered",
+    ),
+    _setting(
         "windows_waited_for", late=True, topk_ratio=0.25, update_interval=4, overlap_step=False, select_interval=4
     ),
     _setting("auto", late=True, topk_ratio=0.25, update_interval="auto", select_interval="auto"),

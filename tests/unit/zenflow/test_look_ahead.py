@@ -26,6 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one step late": {"update_interval": 1},
     "waited for": {"update_interval": 4, "overlap_step": False},
     "all deferred": {"update_interval": 3, "topk_ratio": 0.0},
+    "staggered": {"update_interval": 4, "window_phase": "staggered", "bucket_bytes": 60},
+    "staggered, waited for": {"update_interval": 4, "window_phase": "staggered", "overlap_step": False},
     "twin flow": {"update_interval": 3, "offload_ratio": 0.6},
 }
 

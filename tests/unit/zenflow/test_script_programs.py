@@ -61,6 +61,8 @@ LATE_KNOBS = [
     {"overlap_step": False},
     {"look_ahead": "coast"},
     {"look_ahead": "none"},
+    {"window_phase": "staggered"},
+    {"window_phase": "together"},
 ]
 
 

@@ -60,6 +60,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         ("--full-warm-up-rounds 3", "full_warm_up_rounds", 3),
         ("--no-overlap-step", "overlap_step", False),
         ("--look-ahead coast", "look_ahead", "coast"),
+        ("--window-phase staggered", "window_phase", "staggered"),
         ("--pipeline none", "pipeline", "none"),
         ("--bucket-bytes 4096", "bucket_bytes", 4096),
         ("--bucket-bytes 4MiB", "bucket_bytes", 4 << 20),

@@ -76,6 +76,7 @@ KNOBS = {
     "deferred_update": "replay",
     "apply_lag": None,
     "look_ahead": "none",
+    "window_phase": "together",
     "pipeline": "bucket",
     "skip_nonfinite": False,
     "steps_per_epoch": None,

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import jsonschema
 import pytest
 
-from zenflow.config import DeferredUpdate, LookAhead, Pipeline, SelectStrategy, ZenFlowConfig
+from zenflow.config import DeferredUpdate, LookAhead, Pipeline, SelectStrategy, WindowPhase, ZenFlowConfig
 from zftune.errors import ProfileError
 from zftune.profile.schema import CAUSES, PHASES, schema, validate
 from zftune.telemetry import hardware, software
@@ -59,6 +59,7 @@ def test_knobs_causes_and_phases_are_those_of_the_code() -> None:
     assert set(knobs["select_strategy"]["enum"]) == set(get_args(SelectStrategy))
     assert set(knobs["deferred_update"]["enum"]) == set(get_args(DeferredUpdate))
     assert set(knobs["look_ahead"]["enum"]) == set(get_args(LookAhead))
+    assert set(knobs["window_phase"]["enum"]) == set(get_args(WindowPhase))
     assert set(knobs["pipeline"]["enum"]) == set(get_args(Pipeline))
     assert set(definitions["by_cause"]["properties"]) == set(CAUSES)
     assert list(definitions["phases_ms"]["properties"]) == list(PHASES)

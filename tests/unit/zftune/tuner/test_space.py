@@ -53,6 +53,14 @@ def test_without_a_loss_trajectory_knobs_stay() -> None:
     assert loose.budget == pytest.approx(space.budget)
 
 
+def test_staggered_windows_keep_a_lag_of_one_step() -> None:
+    base = Setting.of(ZenFlowConfig(update_interval=4, window_phase="staggered"))
+    assert base.apply_lag == 1
+    space = space_for(base, "loose", coverage=coverage, staggered=True)
+    assert {setting.apply_lag for setting in space.settings()} == {1}
+    assert len({setting.update_interval for setting in space.settings()}) > 2
+
+
 def test_a_violation_names_its_figures() -> None:
     space = space_for(START, "published", coverage=coverage)
     violation = space.violation(Setting(topk_ratio=0.0, update_interval=16, apply_lag=16))
