@@ -4,7 +4,7 @@
 dataclasses, checked by pydantic. What serves (FastAPI, uvicorn, Prometheus) is imported by `zftune daemon start` alone.
 """
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version that client and server have to share; it is in every answer's header."""
 
 PROTOCOL_HEADER = "zftune-protocol"
