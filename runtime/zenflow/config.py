@@ -18,7 +18,7 @@ from zenflow.names import did_you_mean
 Auto = Literal["auto"]
 SelectStrategy = Literal["auto", "step", "epoch"]
 DeferredUpdate = Literal["replay", "mean"]
-LookAhead = Literal["none", "coast"]
+LookAhead = Literal["none", "coast", "guess"]
 WindowPhase = Literal["together", "staggered"]
 Pipeline = Literal["bucket", "none"]
 
@@ -129,7 +129,9 @@ class ZenFlowConfig:
     staggered windows each bucket becomes visible L steps after its own close; None means 1."""
     look_ahead: LookAhead = "none"
     """"coast": show deferred weights as they would be after the updates that they lack, if no more gradients came, so
-    that lateness costs less; the masters stay exact. Only with `deferred_update="replay"`."""
+    that lateness costs less; the masters stay exact. "guess": besides, move them at once by the sign of the gradient,
+    until the exact update comes (AdamW and Adam; not with an "auto" `update_interval`). Only with
+    `deferred_update="replay"`."""
     window_phase: WindowPhase = "together"
     """"staggered": each step closes the windows of a share of the buckets, so that weights are less late and link and
     host have as much to do in every step. Not with an "auto" `update_interval` or `deferred_update="mean"`."""
@@ -397,8 +399,10 @@ def _faults(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, (allowed, is_allowed, words) in _ALLOWED.items():
         if not is_allowed(values[name]):
             yield name, f"{allowed}{did_you_mean(values[name], words)}"
-    if values["look_ahead"] == "coast" and values["deferred_update"] == "mean":
+    if values["look_ahead"] != "none" and values["deferred_update"] == "mean":
         yield "look_ahead", '"none" with deferred_update "mean"'
+    if values["look_ahead"] == "guess" and values["update_interval"] == "auto":
+        yield "look_ahead", '"none" or "coast" with update_interval "auto"'
     if values["window_phase"] == "staggered":
         for name, value in (("deferred_update", "mean"), ("update_interval", "auto")):
             if values[name] == value:

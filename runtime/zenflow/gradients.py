@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,6 +143,37 @@ def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
     if gradient.layout != torch.strided:
         raise UnsupportedError(f"parameter {weight.name} has a sparse gradient; gradients must be dense")
     return gradient if weight.plan.transposed else gradient.contiguous()
+
+
+@dataclass(slots=True, eq=False)
+class Guess:
+    """By what some weights of a group move at once, until their updates come."""
+
+    group: Group
+    signs: torch.Tensor
+    weights: list[WeightState | None]
+    """Those of the group; None: it does not move."""
+    control: StepControl | None
+
+    def of(self, weight: WeightState) -> Guess:
+        """That of one weight alone."""
+        return replace(self, weights=[weight if one is weight else None for one in self.weights])
+
+
+def guesses(gradients: Sequence[Gradient]) -> list[Guess]:
+    """Of gradients that have left with their signs, those of a group together."""
+    found: dict[tuple[int, int], Guess] = {}
+    for one in gradients:
+        if (staged := one._staged) is None or one.weight.deferred is None:
+            continue
+        assert staged.signs is not None
+        key = id(staged.signs), id(one.control)
+        of_group = found.get(key)
+        if of_group is None:
+            nobody: list[WeightState | None] = [None] * len(staged.group.weights)
+            found[key] = of_group = Guess(staged.group, staged.signs, nobody, one.control)
+        of_group.weights[staged.number] = one.weight
+    return [*found.values()]
 
 
 def norms(gradients: Sequence[Gradient]) -> torch.Tensor:

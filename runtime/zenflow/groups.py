@@ -14,7 +14,7 @@ from torch import nn
 from zenflow.buckets import Bucket, Part
 from zenflow.deferred import DeferredTier
 from zenflow.kernels.base import DevicePart
-from zenflow.kernels.tables import BucketTables, TablePart
+from zenflow.kernels.tables import BucketTables, TablePart, sign_bytes_of
 from zenflow.layout import WeightPlan
 from zenflow.runtime import Runtime
 from zenflow.split_state import SplitState
@@ -71,13 +71,14 @@ class Group:
         self, runtime: Runtime, weights: Sequence[SplitWeight], dtype: torch.dtype, before: BucketTables | None = None
     ) -> None:
         self._runtime = runtime
-        parts, sent, kept = [], 0, 0
+        parts, sent, kept, signs = [], 0, 0, 0
         self.buckets: dict[Bucket, tuple[int, list[tuple[Part, int]]]] = {}
         """Where each bucket's columns begin among those that are sent; its parts, with their elements."""
         plans = [weight.plan for weight in weights]
         for weight, plan in zip(weights, plans, strict=True):
             places = _places(plan, weight.deferred, weight.selected_columns)
-            parts.append(TablePart(plan.rows, plan.columns, places, sent, kept))
+            parts.append(TablePart(plan.rows, plan.columns, places, sent, kept, signs))
+            signs += plan.deferred * sign_bytes_of(plan.rows)
             for part in () if weight.deferred is None else weight.deferred.parts:
                 _, of_bucket = self.buckets.setdefault(part.bucket, (sent, []))
                 of_bucket.append((part, len(part.slots) * plan.rows))

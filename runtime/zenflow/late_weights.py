@@ -234,6 +234,18 @@ class LateWeights:
         else:
             do()
 
+    def after_arrival(self, parameter: nn.Parameter, do: Callable[[], bool]) -> bool:
+        """Have something done behind the waits that are left to the use of a weight; false: none is."""
+        key = id(model_parameter(parameter))
+        waits = self._late.get(key)
+        if waits:
+            self._add(_Wait({key: waits[0].readers[key]}, do))
+        return bool(waits)
+
+    def finish_weight(self, parameter: nn.Parameter) -> None:
+        """Let what was left to the use of a weight happen now."""
+        self._finish_weight(id(model_parameter(parameter)))
+
     def _add(self, wait: _Wait) -> None:
         for key in wait.readers:
             self._late.setdefault(key, []).append(wait)

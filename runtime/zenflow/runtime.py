@@ -46,6 +46,8 @@ class Runtime:
     kernels: Kernels
     rule: Rule
     deferred_update: str
+    guesses: bool
+    """Whether deferred weights move at once by the signs of their gradients, which are kept for that."""
     cores: HostCores
     """Where the host engine's threads run, and why."""
     ranks: Ranks | None  # that train the same model; None where there is one
@@ -164,6 +166,7 @@ def make_runtime(
         kernels,
         rule,
         config.deferred_update,
+        config.look_ahead == "guess",
         cores,
         ranks,
         InitialMasters(None if ranks is not None and ranks.sharded else ranks),

@@ -108,6 +108,15 @@ def turn_of(config: ZenFlowConfig, bucket: int, buckets: int) -> int:
     return bucket * config.longest_window // buckets if config.staggers else 0
 
 
+def usually_missing(config: ZenFlowConfig, bucket: int, buckets: int) -> float:
+    """Updates that a bucket lacks in the mean while it is visible, after windows of S steps."""
+    steps, lag = config.longest_window, min(config.lag, config.longest_window)
+    if not config.overlap_step:
+        return (steps - 1) / 2
+    due = lag if config.staggers else due_step(0, steps, lag, bucket=bucket, buckets=buckets)
+    return (steps - 1) / 2 + due
+
+
 def logged_bytes(config: ZenFlowConfig, entries: Iterable[tuple[int, int]]) -> int:
     """Most bytes that the open windows hold, given turn and bytes of one step's entry of each bucket."""
     interval, by_turn = config.longest_window, Counter[int]()

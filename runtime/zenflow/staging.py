@@ -37,6 +37,8 @@ class Staged:
     """[plan.selected, rows] likewise, in the order of the selected columns."""
     sent: list[SentPart]
     """The deferred columns, part by part."""
+    signs: torch.Tensor | None
+    """Of the group's deferred columns, where weights are guessed by them, see `Kernels.pack_bucket`."""
     mass: torch.Tensor | None = None
     """Of all columns, where a ledger is kept."""
 
@@ -81,8 +83,12 @@ class Dispatcher:
         energies = torch.empty(group.columns[-1].stop, dtype=torch.float32, device=device.torch_device)
         device.charge(group.nbytes + 2 * group.kept.nbytes)
 
+        signs = None
+        if runtime.guesses and group.sent_elements:
+            signs = torch.empty(group.tables.sign_bytes, dtype=torch.uint8, device=device.torch_device)
+
         def pack(sent: torch.Tensor) -> None:
-            runtime.kernels.pack_bucket(group.tables, whole, sent, group.kept, energies)
+            runtime.kernels.pack_bucket(group.tables, whole, sent, group.kept, energies, signs)
 
         packed: torch.Tensor | None = None
         if len(group.buckets) != 1:  # of one large weight, or nothing is sent
@@ -99,7 +105,7 @@ class Dispatcher:
         of_weights = zip(gradients, group.columns, group.resident, group.selected, group.parts, strict=True)
         for number, ((weight, gradient), columns, resident, selected, count) in enumerate(of_weights):
             record = GradientRecord(weight.name, energies, columns)
-            staged = Staged(record, group, number, resident, selected, sent[first : first + count])
+            staged = Staged(record, group, number, resident, selected, sent[first : first + count], signs)
             if runtime.ledger is not None:
                 staged.mass = mass(gradient)
             found.append(staged)

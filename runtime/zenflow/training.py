@@ -16,7 +16,7 @@ from zenflow.config import ZenFlowConfig
 from zenflow.control import StepControl, step_control
 from zenflow.device import Device, Transfer
 from zenflow.errors import ConfigError, ZenFlowError
-from zenflow.gradients import Gradient, Gradients, OnDevice, log, norms, set_controls
+from zenflow.gradients import Gradient, Gradients, OnDevice, guesses, log, norms, set_controls
 from zenflow.history import History
 from zenflow.importance import AutoInterval, Importance, select
 from zenflow.knobs import KnobChange, prepare, reserve
@@ -299,6 +299,8 @@ class Training:
         log(live, plan.step, self.hypers)
         self._last_d2h = self.runtime.last_d2h
         windows.apply(plan.step, self.history.open, closing=closing)
+        if self.runtime.guesses and not (plan.closes and plan.synchronous):
+            windows.guess(guesses(live), self.hypers, moves)
         if closing:
             windows.close(plan, closing, self.hypers, moves, self.history.open, streamed=self.gradients.streamed)
         if plan.closes:
@@ -558,6 +560,7 @@ class Training:
     def _take_knobs(self, config: ZenFlowConfig) -> None:
         self.config = self.clock.config = config
         self.runtime.deferred_update = config.deferred_update
+        self.runtime.guesses = config.look_ahead == "guess"
         self.runtime.log.follow(config)
         self.model.windows.config = config
         self._watch_uses()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -13,12 +14,13 @@ from zenflow.checkpoint_format import SavedUpdate
 from zenflow.config import AUTO_SELECT_OVERLAP, ZenFlowConfig
 from zenflow.deferred import PartWindow
 from zenflow.device import Mark
+from zenflow.gradients import Guess
 from zenflow.groups import Groups
 from zenflow.host.engine import Job
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
-from zenflow.schedule import BucketWindow, StepPlan
+from zenflow.schedule import BucketWindow, StepPlan, usually_missing
 from zenflow.selection import BucketMove, Move
 from zenflow.stats import Moved, StepRecord, Wait
 from zenflow.weight import OutsideWrite, WeightState, send_moves, wrote
@@ -260,14 +262,66 @@ class Windows:
 
     def show_late(self, flight: PendingUpdate, record: StepRecord) -> None:
         """Make a bucket visible whose wait was left to the use of its weight."""
-        weights = list(dict.fromkeys(flight.weights))
+        with self._late_write(list(dict.fromkeys(flight.weights))):
+            self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
+
+    @contextmanager
+    def _late_write(self, weights: Sequence[WeightState]) -> Iterator[None]:
+        """Write to weights between two steps."""
         with self._device.in_order():
             for weight, write in [(weight, weight.end_watch()) for weight in weights]:
                 if write is not None:
                     self.take_outside_write(weight, write)
-            self._show(flight, flight.due, record, (self._device.mark(), self._device.clock.now()))
+            yield
         for weight in weights:
             weight.watch()
+
+    def guess(self, found: Sequence[Guess], hypers: Sequence[Hyper], moving: Container[WeightState]) -> None:
+        """Move deferred weights by their fresh gradients, until the updates come: after what is due has arrived.
+
+        Before windows close, since columns that leave the host's tier are exact from then on: `moving` weights do not
+        wait for a use.
+        """
+        for one in found:
+            for place, weight in enumerate(one.weights if self.waits is not None else ()):
+                if weight is None or self.waits is None:
+                    continue
+                if weight in moving:
+                    self.waits.finish_weight(weight.parameter)
+                late = partial(self._guess_late, one.of(weight), weight, hypers)
+                if self.waits.after_arrival(weight.parameter, late):
+                    one.weights[place] = None
+            self._guess(one, hypers)
+
+    def _guess_late(self, guess: Guess, weight: WeightState, hypers: Sequence[Hyper]) -> bool:
+        with torch.inference_mode(False), torch.no_grad(), self._late_write([weight]):
+            self._guess(guess, hypers)
+        return True
+
+    def _guess(self, guess: Guess, hypers: Sequence[Hyper]) -> None:
+        weights = [weight for weight in guess.weights if weight is not None]
+        if not weights:
+            return
+        for weight in weights:
+            weight.keep_nothing()
+        matrices = [None if weight is None else weight.matrix() for weight in guess.weights]
+        lengths = [0.0 if weight is None else self._length(weight, hypers[weight.group]) for weight in guess.weights]
+        control = guess.control
+        factor, skip = (None, None) if control is None else (control.factor, control.skip)
+        tables = guess.group.tables
+        self._runtime.kernels.guess_bucket(tables, matrices, guess.signs, lengths, factor=factor, skip=skip)
+        wrote(weights)
+        self._device.charge(2 * guess.group.nbytes)
+        self.moved.update(weights)
+        for weight in weights:
+            assert weight.deferred is not None
+            for part in weight.deferred.parts:
+                part.ahead = True
+
+    def _length(self, weight: WeightState, hyper: Hyper) -> float:
+        """How far a gradient moves a weight."""
+        missing = usually_missing(self.config, weight.plan.first_bucket, self.buckets)
+        return self._runtime.rule.guess(hyper, missing)
 
     def take_restored(self, weight: WeightState) -> None:
         """Compare a weight with its restored state: what it is not as it was saved, somebody has written."""

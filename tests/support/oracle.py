@@ -41,12 +41,19 @@ class ReferenceRule:
     ratio: str | None = None
     """Hyperparameter by which an update shrinks to the next one without a gradient; None: there is no next one."""
 
+    guesses: bool = False
+    """Whether an update has about the length lr in every weight, so that the sign of a gradient tells its share."""
+
     def coast(self, hyper: Hyper, missing: float) -> float:
         """How many times the last update is what the next `missing` ones add if no more gradients come."""
         if self.ratio is None:
             return 0.0
         r = hyper[self.ratio] if self.ratio else 1.0
         return missing if r == 1 else r * (1 - r**missing) / (1 - r)
+
+    def guess(self, hyper: Hyper, missing: float) -> float:
+        """How far a gradient moves a weight at once, where so many updates are missing."""
+        return hyper["lr"] * (1 - hyper["beta1"] ** (missing + 1)) if self.guesses else 0.0
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """A copy of what the group says now."""
@@ -113,8 +120,8 @@ def sgd(w: Tensor, moments: Moments, g: Tensor, counts: Sequence[int], h: Hyper)
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 
-ADAMW = ReferenceRule(decoupled_adam, 2, {**_ADAM, "weight_decay": 1e-2}, decoupled=True, ratio="beta1")
-ADAM = ReferenceRule(adam, 2, {**_ADAM, "weight_decay": 0.0}, decoupled=False, ratio="beta1")
+ADAMW = ReferenceRule(decoupled_adam, 2, {**_ADAM, "weight_decay": 1e-2}, decoupled=True, ratio="beta1", guesses=True)
+ADAM = ReferenceRule(adam, 2, {**_ADAM, "weight_decay": 0.0}, decoupled=False, ratio="beta1", guesses=True)
 ADAGRAD = ReferenceRule(
     adagrad,
     1,
@@ -129,6 +136,11 @@ SGD = ReferenceRule(
     decoupled=False,
     ratio="momentum",
 )
+
+
+def _sign(values: Tensor) -> Tensor:
+    """-1, 0 or 1; 0 of NaN."""
+    return (values > 0).float() - (values < 0).float()
 
 
 def _of_counts(counts: Sequence[int], w: Tensor, scalar: Callable[[int], float]) -> Tensor:
@@ -202,6 +214,7 @@ class Weight:
     decays: dict[int, float] = field(default_factory=dict)  # due column -> what its updates multiplied a weight with
     coming: dict[int, Tensor] = field(default_factory=dict)  # due column -> what it shows, where not its rounded master
     ahead: set[int] = field(default_factory=set)  # buckets that show something else than rounded masters, or will
+    sign: Tensor | None = None  # [rows, columns] of this step's gradient of the columns that were deferred, 0 elsewhere
     left: Tensor | None = None  # [rows, columns]: the weight as the last step left it
     energy: Energy = field(default_factory=Energy)
 
@@ -603,6 +616,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             weight.chosen = weight.chosen or not skipped
         grad = grad.float().clone() if factor is None else grad.float() * factor
         hyper = self._hypers[weight.group]
+        if weight.slot and not skipped:
+            weight.sign = torch.zeros_like(grad)
+            deferred, times = sorted(weight.slot), 1.0 if factor is None else _sign(torch.as_tensor(factor))
+            weight.sign[:, deferred] = _sign(matrix(raw, weight.transposed)[:, deferred]) * times
         if weight.slot:
             weight.log.append(Entry(self._step, grad, hyper, skipped))
         if skipped:
@@ -638,7 +655,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         return (new.topk_ratio, new.offload_ratio) != (self.config.topk_ratio, self.config.offload_ratio)
 
     def _end_step(self, full: bool) -> None:
-        warming_up = self._step <= self.config.full_warm_up_rounds
+        warming_up, before = self._step <= self.config.full_warm_up_rounds, self.config
+        at_once = warming_up or not before.overlap_step
         everything = warming_up or full or self._next is not None
         if everything:
             self._take_selections()
@@ -647,18 +665,40 @@ class ReferenceOptimizer(torch.optim.Optimizer):
                 assert self._next is not None
                 self._plan_anew(self._next)
                 self.events["splits changed"] += 1
+                at_once = True
             else:
-                self._close(at_once=warming_up or not self.config.overlap_step)
+                self._close(at_once)
                 self.events["knobs changed"] += self._next is not None
                 self.config = self._next or self.config
             self._next = None
         elif self.config.window_phase == "staggered":
             turn = self._window_steps % self.config.longest_window
-            self._close(at_once=not self.config.overlap_step, turn=turn)
+            self._close(at_once, turn=turn)
             if turn == 0:
                 self.closing_steps.append(self._step)
         self._take_selections()
         self._show_due()
+        self._guess(before, at_once)
+
+    def _guess(self, config: ZenFlowConfig, at_once: bool) -> None:
+        """Move what is deferred against the signs of this step's gradients, where its update is not there yet."""
+        buckets = max((weight.first_bucket + max(1, weight.bucket_count) for weight in self._weights), default=1)
+        interval, lag = config.longest_window, min(config.lag, config.longest_window)
+        for weight in self._weights:
+            sign, weight.sign = weight.sign, None
+            if sign is None or config.look_ahead != "guess":
+                continue
+            due = lag if config.window_phase == "staggered" else 1 + weight.first_bucket * lag // buckets
+            missing = (interval - 1) / 2 + (due if config.overlap_step else 0)
+            moved = sign * self.rule.guess(self._hypers[weight.group], missing)
+            shown = matrix(weight.param.detach(), weight.transposed).clone()
+            for column in weight.slot:
+                closed = self._closed.get(weight.bucket(column), self._step - self._window_steps) == self._step
+                if not (at_once and closed):
+                    weight.ahead.add(weight.bucket(column))
+                    shown[:, column] = (shown[:, column].float() - moved[:, column]).to(shown.dtype)
+                    self.events["columns guessed"] += 1
+            weight.param.detach().copy_((shown.t() if weight.transposed else shown).reshape(weight.param.shape))
 
     def _take_selections(self) -> None:
         for weight in self._weights:
@@ -729,7 +769,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             weight.decays[column] = decay
             weight.due[column] = due = self._step if leaving else later
             times = coasted((window_steps - 1) / 2 + due - self._step)
-            if times and self.config.look_ahead == "coast" and not exact and not leaving:
+            if times and self.config.look_ahead != "none" and not exact and not leaving:
                 self.events["columns coasting"] += 1
                 weight.ahead.add(bucket)
                 assert weight.master is not None

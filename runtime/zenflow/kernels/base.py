@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from zenflow.kernels.tables import BucketTables, Send
+from zenflow.kernels.tables import BucketTables, Send, TablePart, sign_bytes_of
 from zenflow.rules import Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -225,6 +225,7 @@ class Kernels(ABC):
         sent: torch.Tensor,
         kept: torch.Tensor,
         energies: torch.Tensor,
+        signs: torch.Tensor | None = None,
     ) -> None:
         """Copy the columns of a bucket's gradients to their places, bit for bit, and sum their squares.
 
@@ -236,6 +237,7 @@ class Kernels(ABC):
             kept: flat, in the bucket's dtype: the kept columns.
             energies: flat fp32, of all parts' columns; on the CPU those of `energies` bit for bit, but for Triton's
                 interpreter.
+            signs: flat uint8, `tables.sign_bytes`, of the columns that are sent, see `sign_bytes_of`; None: not kept.
         """
         of_parts = zip(tables.parts, gradients, tables.indices, energies.split(tables.columns), strict=True)
         for part, gradient, indices, sums in of_parts:
@@ -245,6 +247,37 @@ class Kernels(ABC):
             for run, columns, buffer in zip(part.runs, indices, (sent, kept), strict=True):
                 self.pack(matrix, columns, into=run.within(buffer))
             sums.copy_(self.energies(matrix))
+            if signs is not None and len(indices[0]):
+                _signs_of(part, signs).copy_(_coded(part.runs[0].within(sent)))
+
+    def guess_bucket(
+        self,
+        tables: BucketTables,
+        weights: Sequence[torch.Tensor | None],
+        signs: torch.Tensor,
+        lengths: Sequence[float],
+        *,
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """Move the columns that were sent against the signs of their gradients: `w - length sign(factor) sign(g)`.
+
+        Args:
+            tables: of the bucket.
+            weights: of each part as [rows, columns]; None: it is left as it is.
+            signs: as `pack_bucket` has them.
+            lengths: of each part.
+            factor: 0-dim fp32 on the device, that the gradients were multiplied with; None: 1.
+            skip: 0-dim bool on the device; where it is true nothing moves.
+        """
+        for part, weight, indices, length in zip(tables.parts, weights, tables.indices, lengths, strict=True):
+            if weight is None or not len(indices[0]):
+                continue
+            move = _decoded(_signs_of(part, signs), part.rows) * length
+            move = move if factor is None else move * _sign(factor)
+            old = self.pack(weight, indices[0])
+            new = (old.float() - move).to(old.dtype)
+            self.scatter(weight, indices[0], new if skip is None else torch.where(skip, old, new))
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Write the columns that were sent, and have been updated, into the weights.
@@ -258,6 +291,31 @@ class Kernels(ABC):
         for part, weight, indices in zip(tables.parts, weights, tables.indices, strict=True):
             if weight is not None and len(indices[0]):
                 self.scatter(tables.matrix(part, weight), indices[0], part.runs[0].within(rows))
+
+
+def _sign(values: torch.Tensor) -> torch.Tensor:
+    """-1, 0 or 1 in fp32; 0 for what is not a number."""
+    return (values > 0).float() - (values < 0).float()
+
+
+def _signs_of(part: TablePart, signs: torch.Tensor) -> torch.Tensor:
+    """[slots, bytes] of a part, a view."""
+    slots, width = len(part.runs[0].columns), sign_bytes_of(part.rows)
+    return signs[part.sign_start : part.sign_start + slots * width].view(slots, width)
+
+
+def _coded(rows: torch.Tensor) -> torch.Tensor:
+    """[slots, bytes] uint8 of gradients [slots, rows]."""
+    codes = (rows > 0).to(torch.uint8) + (rows < 0).to(torch.uint8) * 2
+    fours = torch.nn.functional.pad(codes, (0, -rows.shape[1] % 4)).unflatten(1, (-1, 4))
+    coded: torch.Tensor = fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
+    return coded
+
+
+def _decoded(codes: torch.Tensor, rows: int) -> torch.Tensor:
+    """[slots, rows] fp32: -1, 0 and 1."""
+    places = torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], dim=2).flatten(1)[:, :rows]
+    return (places == 1).float() - (places == 2).float()
 
 
 def _down(rows: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,11 @@ class NativeKernels(Kernels):
         sent: torch.Tensor,
         kept: torch.Tensor,
         energies: torch.Tensor,
+        signs: torch.Tensor | None = None,
     ) -> None:
+        if signs is not None:
+            super().pack_bucket(tables, gradients, sent, kept, energies, signs)
+            return
         of_sent, of_kept, of_energies = ((one.data_ptr(), one.numel()) for one in (sent, kept, energies))
         self._bucket(tables).pack(addresses_of(gradients), of_sent, of_kept, of_energies, self.threads)
 

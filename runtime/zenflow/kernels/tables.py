@@ -17,6 +17,11 @@ ALIGNED = 16
 """Elements of which sizes and starts are multiples where all accesses are of 16 bytes."""
 
 
+def sign_bytes_of(rows: int) -> int:
+    """Bytes of a column's signs: two bits a row, in order from the lowest; 0, 1 = positive, 2 = negative."""
+    return -(-rows // 4)
+
+
 @dataclass(frozen=True)
 class Run:
     """Columns of one weight in a flat buffer, one behind the other."""
@@ -47,6 +52,8 @@ class TablePart:
     """Element of the bucket's sent buffer at which slot 0 begins."""
     kept_start: int
     """Element of the flat kept columns at which row 0 begins."""
+    sign_start: int = 0
+    """Byte of the bucket's signs at which those of slot 0 begin; each slot has `sign_bytes_of(rows)`."""
 
     @functools.cached_property
     def runs(self) -> tuple[Run, Run]:
@@ -92,6 +99,11 @@ class BucketTables:
         """Elements of the sent buffer up to the last column."""
         return max(part.runs[0].stop for part in self.parts)
 
+    @property
+    def sign_bytes(self) -> int:
+        """Bytes of the signs of all columns that are sent."""
+        return max(part.sign_start + len(part.runs[0].columns) * sign_bytes_of(part.rows) for part in self.parts)
+
     @functools.cached_property
     def indices(self) -> list[list[torch.Tensor]]:
         """Of each part the columns that are sent and those that are kept, on the device."""
@@ -110,7 +122,10 @@ class BucketTables:
             wide = [-(-columns // block_c) for columns in self.columns]
             blocks = [h * w for h, w in zip(high, wide, strict=True)]
             sums = np.cumsum([0, *(h * columns for h, columns in zip(high, self.columns, strict=True))])
-            numbers = [(part.rows, part.columns, 0, part.sent_start, part.kept_start, 0, 0, 0) for part in self.parts]
+            numbers = [
+                (part.rows, part.columns, 0, part.sent_start, part.kept_start, 0, part.sign_start, 0)
+                for part in self.parts
+            ]
             records = np.array(numbers, np.int64)
             records[:, 2], records[:, 5] = np.cumsum([0, *self.columns])[:-1], sums[:-1]
             sent = sent_together(self.send, [records, tiles_of(blocks), tiles_of(wide)])
@@ -124,7 +139,7 @@ class Tiles:
     """Tables of a bucket that do not depend on the columns' places."""
 
     records: torch.Tensor
-    """[parts, 8] int64: rows, columns, first column of all, sent_start, kept_start, first partial sum."""
+    """[parts, 8] int64: rows, columns, first column of all, sent_start, kept_start, first partial sum, sign_start."""
     eights: list[torch.Tensor]
     """For every 8 parts [programs, 2] int32: the part, and the tile in it."""
     columns: list[torch.Tensor]

@@ -70,7 +70,11 @@ class TritonKernels(EagerKernels):
         sent: torch.Tensor,
         kept: torch.Tensor,
         energies: torch.Tensor,
+        signs: torch.Tensor | None = None,
     ) -> None:
+        if signs is not None:
+            super().pack_bucket(tables, gradients, sent, kept, energies, signs)
+            return
         device, (block_r, block_c) = tables.places.device, _tile(PACK_TILES, tables)
         tiles = tables.tiles(block_r, block_c)
         partials = torch.empty(tiles.partials, dtype=torch.float32, device=device)

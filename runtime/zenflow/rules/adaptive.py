@@ -47,6 +47,12 @@ class _AdamRule(Rule):
         assert isinstance(hyper, _Numbers)
         return hyper.beta1
 
+    def guess(self, hyper: Hyper, missing: float) -> float:
+        """`lr (1 - b1^(missing + 1))`: what the update that brings it will show of it, of a gradient of usual size."""
+        assert isinstance(hyper, _Numbers)
+        kept: float = hyper.beta1 ** (missing + 1)
+        return hyper.lr * (1 - kept)
+
 
 class AdamW(_AdamRule):
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the form of `torch.optim.AdamW`."""

@@ -219,8 +219,10 @@ def draw_case(rng: random.Random, **fixed: Any) -> Case:
     }
     knobs.update({name: value for name, value in fixed.items() if name in ZenFlowConfig.__dataclass_fields__})
     if knobs["deferred_update"] == "replay":
-        knobs["look_ahead"] = fixed.get("look_ahead", rng.choice(["none", "coast"]))
-        if knobs["update_interval"] != "auto":
+        numbered = knobs["update_interval"] != "auto"
+        ahead = ["none", "coast", "guess", "guess"] if numbered else ["none", "coast"]
+        knobs["look_ahead"] = fixed.get("look_ahead", rng.choice(ahead))
+        if numbered:
             knobs["window_phase"] = fixed.get("window_phase", rng.choice(["together", "staggered"]))
     lag = fixed.get("apply_lag", rng.choice([None, *range(1, knobs["update_interval"] + 1)]))
     config = ZenFlowConfig(**{**knobs, "apply_lag": lag})

@@ -98,7 +98,7 @@ CASES = {
     "twin flow": Case(replace(OVERLAPPED, offload_ratio=0.5, update_interval=2)),
     "early": Case(replace(OVERLAPPED, apply_lag=1)),
     "coasting": Case(replace(CLIPPED, look_ahead="coast")),
-    "staggered": Case(replace(CLIPPED, look_ahead="coast", window_phase="staggered", bucket_bytes=100)),
+    "staggered": Case(replace(CLIPPED, look_ahead="guess", window_phase="staggered", bucket_bytes=100)),
     "warm up": Case(replace(OVERLAPPED, full_warm_up_rounds=4)),
     "mean": Case(replace(OVERLAPPED, deferred_update="mean")),
     "not streamed": Case(replace(OVERLAPPED, stream=False)),

@@ -41,7 +41,7 @@ ALL_CASES = {
     "overlapped": Case(replace(OVERLAPPED, bucket_bytes=100, look_ahead="coast")),
     "twin flow": Case(replace(CLIPPED, offload_ratio=0.5, update_interval=5, apply_lag=4), rule="lion"),
     "auto": Case(AUTO),
-    "staggered": Case(replace(OVERLAPPED, bucket_bytes=100, look_ahead="coast", window_phase="staggered")),
+    "staggered": Case(replace(OVERLAPPED, bucket_bytes=100, look_ahead="guess", window_phase="staggered")),
     "mean": Case(replace(CLIPPED, deferred_update="mean", select_interval=2)),
     "knobs": Case(OVERLAPPED, knobs={3: {"topk_ratio": 0.6}, 6: {"offload_ratio": 0.7, "update_interval": 4}}),
     "whole": Case(replace(OVERLAPPED, topk_ratio=0.2)),

@@ -19,7 +19,7 @@ VALUES: dict[str, list[Any]] = {
     "select_interval": [1, 1, 2, 3, 5, "auto"],
     "apply_lag": [None, 1, 2, 3, 5],
     "deferred_update": ["replay", "mean"],
-    "look_ahead": ["none", "coast"],
+    "look_ahead": ["none", "coast", "guess", "guess"],
     "window_phase": ["together", "staggered"],
     "overlap_step": [True, True, False],
     "pipeline": ["bucket", "none"],
@@ -82,7 +82,13 @@ def with_auto(rng: random.Random, case: Case) -> Case:
     which = rng.choice(["update", "select", "both", "both"])
     knobs: dict[str, Any] = {}
     if which != "select":
-        knobs |= {"update_interval": "auto", "window_phase": "together", "auto_ratio": rng.choice(VALUES["auto_ratio"])}
+        coasts = "none" if case.config.look_ahead == "none" else "coast"
+        knobs |= {
+            "update_interval": "auto",
+            "window_phase": "together",
+            "look_ahead": coasts,
+            "auto_ratio": rng.choice(VALUES["auto_ratio"]),
+        }
         knobs["max_update_interval"] = rng.choice([1, 2, 4, 6, 9])
         knobs["apply_lag"] = rng.choice([None, *range(1, knobs["max_update_interval"] + 1)])
     if which != "update":

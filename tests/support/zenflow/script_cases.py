@@ -56,9 +56,10 @@ SETTINGS = [
         topk_ratio=0.25,
         update_interval=4,
         select_interval=4,
-        look_ahead="coast",
+        look_ahead="guess",
         window_phase="staggered",
     ),
+    _setting("guessed", late=True, topk_ratio=0.0, update_interval=3, look_ahead="guess"),
     _setting(
         "windows_waited_for", late=True, topk_ratio=0.25, update_interval=4, overlap_step=False, select_interval=4
     ),

@@ -27,7 +27,7 @@ BAD: list[tuple[str, list[Any], str]] = [
     ("skip_nonfinite", [0, "no", None], "true or false"),
     ("select_strategy", ["custom", 1, None, ["step"]], '"auto" or "step" or "epoch"'),
     ("deferred_update", ["sum", None], '"replay" or "mean"'),
-    ("look_ahead", ["coasts", True, None], '"none" or "coast"'),
+    ("look_ahead", ["coasts", True, None], '"none" or "coast" or "guess"'),
     ("window_phase", ["stagger", True, None], '"together" or "staggered"'),
     ("pipeline", ["buckets", False], '"bucket" or "none"'),
     ("max_grad_norm", [0, -1.0, math.nan, math.inf, "1", True], "a number > 0, or none"),

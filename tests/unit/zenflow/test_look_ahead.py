@@ -20,6 +20,7 @@ from tests.support.zenflow.family_cases import OURS
 from zenflow import CheckpointError, ConfigError, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer
 from zenflow.rules import RULES
 
+AHEAD = ("coast", "guess")
 SETTINGS: dict[str, dict[str, Any]] = {
     "windows": {"update_interval": 4},
     "soon": {"update_interval": 4, "apply_lag": 1},
@@ -32,11 +33,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=SETTINGS)
-def coasting(request: pytest.FixtureRequest) -> ZenFlowConfig:
-    """Knobs with which some updates are missing."""
-    knobs = {"topk_ratio": 0.2, "select_interval": 4, "bucket_bytes": 200, **SETTINGS[request.param]}
-    return ZenFlowConfig(**knobs, look_ahead="coast", host_threads=1)
+@pytest.fixture(params=[f"{one}, {name}" for one in AHEAD for name in SETTINGS])
+def ahead(request: pytest.FixtureRequest) -> ZenFlowConfig:
+    """Knobs with which some updates are missing, and are looked ahead of."""
+    look_ahead, _, name = request.param.partition(", ")
+    knobs = {"topk_ratio": 0.2, "select_interval": 4, "bucket_bytes": 200, **SETTINGS[name]}
+    return ZenFlowConfig(**knobs, look_ahead=look_ahead, host_threads=1)
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -66,12 +68,12 @@ def masters(optimizer: ZenFlowOptimizer, parameters: list[nn.Parameter]) -> list
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", fresh_seeds("look-ahead", 1))
-def test_no_master_ever_knows_of_it(coasting: ZenFlowConfig, dtype: torch.dtype, seed: int) -> None:
+def test_no_master_ever_knows_of_it(ahead: ZenFlowConfig, dtype: torch.dtype, seed: int) -> None:
     found: list[list[Tensor]] = []
     shown: list[list[Tensor]] = []
-    for look_ahead in ("none", "coast"):
+    for look_ahead in ("none", ahead.look_ahead):
         parameters = weights(seed, dtype)
-        config = coasting.changed({"look_ahead": look_ahead})
+        config = ahead.changed({"look_ahead": look_ahead})
         optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=config)
         kept, seen = [], []
         for _ in steps_of(parameters, optimizer, 14, seed):
@@ -87,12 +89,12 @@ def test_no_master_ever_knows_of_it(coasting: ZenFlowConfig, dtype: torch.dtype,
     assert not all(map(torch.equal, *shown)), "nothing was predicted"
 
 
-def test_what_is_shown_is_nearer_to_the_weights_without_lateness(coasting: ZenFlowConfig) -> None:
+def test_what_is_shown_is_nearer_to_the_weights_without_lateness(ahead: ZenFlowConfig) -> None:
     """With gradients that drift, which momentum follows: the mean distance from torch's AdamW falls by a sixth."""
     distances = {}
-    for look_ahead in ("none", "coast"):
+    for look_ahead in ("none", ahead.look_ahead):
         ours, theirs = weights(5), weights(5)
-        optimizer = ZenFlowAdamW(ours, lr=1e-2, config=coasting.changed({"look_ahead": look_ahead}))
+        optimizer = ZenFlowAdamW(ours, lr=1e-2, config=ahead.changed({"look_ahead": look_ahead}))
         both = zip(
             steps_of(ours, optimizer, 40, 5),
             steps_of(theirs, torch.optim.AdamW(theirs, lr=1e-2), 40, 5),
@@ -101,7 +103,7 @@ def test_what_is_shown_is_nearer_to_the_weights_without_lateness(coasting: ZenFl
         pairs = ((a, b) for _ in both for a, b in zip(copies(ours), copies(theirs), strict=True))
         distances[look_ahead] = sum(float((a - b).abs().sum()) for a, b in pairs)
         optimizer.close()
-    assert distances["coast"] < 0.85 * distances["none"]
+    assert distances[ahead.look_ahead] < 0.85 * distances["none"]
 
 
 @pytest.mark.parametrize("missing", [1, 2, 5])
@@ -137,12 +139,12 @@ def test_it_is_what_further_steps_without_gradients_do(
     torch.testing.assert_close(weight.detach() - after, predicted, rtol=0.02, atol=1e-12)
 
 
-def test_no_gradient_in_a_window_shows_the_masters(coasting: ZenFlowConfig) -> None:
+def test_no_gradient_in_a_window_shows_the_masters(ahead: ZenFlowConfig) -> None:
     parameters = weights(7)
-    optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=coasting)
+    optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=ahead)
     for _ in steps_of(parameters, optimizer, 9, 7):
         pass
-    for _ in range(3 * coasting.longest_window):
+    for _ in range(3 * ahead.longest_window):
         parameters[0].grad, parameters[2].grad = None, None
         parameters[1].grad = torch.ones(5)
         optimizer.step()
@@ -152,11 +154,11 @@ def test_no_gradient_in_a_window_shows_the_masters(coasting: ZenFlowConfig) -> N
 
 
 @pytest.mark.parametrize("seed", fresh_seeds("look-ahead", 1))
-def test_weights_that_are_swapped_and_brought_back_were_never_away(coasting: ZenFlowConfig, seed: int) -> None:
+def test_weights_that_are_swapped_and_brought_back_were_never_away(ahead: ZenFlowConfig, seed: int) -> None:
     found = []
     for swaps in (False, True):
         parameters = weights(seed, torch.bfloat16)
-        optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=coasting)
+        optimizer = ZenFlowAdamW(parameters, lr=1e-2, config=ahead)
         for _ in steps_of(parameters, optimizer, 11, seed):
             held = copies(parameters)
             with torch.no_grad():
@@ -185,12 +187,12 @@ def loaded(config: ZenFlowConfig, saved: dict[str, Any], shown: list[Tensor]) ->
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6])
-def test_a_master_that_is_set_after_loading_leaves_the_others_alone(coasting: ZenFlowConfig, steps: int) -> None:
+def test_a_master_that_is_set_after_loading_leaves_the_others_alone(ahead: ZenFlowConfig, steps: int) -> None:
     first = weights(9)
-    optimizer = ZenFlowAdamW(first, lr=1e-2, config=coasting)
+    optimizer = ZenFlowAdamW(first, lr=1e-2, config=ahead)
     for _ in steps_of(first, optimizer, steps, 9):
         pass
-    second, resumed = loaded(coasting, optimizer.state_dict(), copies(first))
+    second, resumed = loaded(ahead, optimizer.state_dict(), copies(first))
     for parameters, one in ((first, optimizer), (second, resumed)):
         one.set_full_state(parameters[0], "master", masters(one, parameters)[0] + 1)
         for _ in steps_of(parameters, one, 2, 10):

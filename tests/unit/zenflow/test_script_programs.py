@@ -60,6 +60,7 @@ LATE_KNOBS = [
     {"update_interval": 3, "apply_lag": 1},
     {"overlap_step": False},
     {"look_ahead": "coast"},
+    {"look_ahead": "guess"},
     {"look_ahead": "none"},
     {"window_phase": "staggered"},
     {"window_phase": "together"},
