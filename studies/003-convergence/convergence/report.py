@@ -279,9 +279,17 @@ def look_ahead_table(runs: Runs) -> str:
     """What replay loses with and without look-ahead, over seeds."""
     rows = []
     for regime, lr in AHEAD:
-        found = [over_seeds(runs, ahead(regime, method, lr), SEEDS) for method in AHEAD_METHODS]
+        wanted = [ahead(regime, method, lr, ratio=ratio) for method, ratio in AHEAD_METHODS]
+        found = [over_seeds(runs, setting, SEEDS) for setting in wanted]
         rows.append([f"{regime}, {lr:g}", *map(with_interval, found)])
-    head = ["regime, learning rate", "replay, L = 4", "with coast, L = 4", "with coast, staggered"]
+    head = [
+        "regime, learning rate",
+        "replay, L = 4",
+        "with coast, L = 4",
+        "with coast, staggered",
+        "with guess, staggered",
+        "the same, k = 0",
+    ]
     title = "# 003: excess over synchronous AdamW in percent, k = 0.05, S = 4, mean and 95% interval over seeds"
     return "\n".join([title, "", *table(head, rows)]) + "\n"
 

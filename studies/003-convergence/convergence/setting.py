@@ -8,15 +8,24 @@ from typing import Literal
 
 Regime = Literal["fine-tuning", "from scratch"]
 Method = Literal[
-    "synchronous", "replay", "coast", "staggered", "mean", "probe", "instrument", "deepspeed", "deepspeed repaired"
+    "synchronous", "replay", "coast", "staggered", "guess", "mean", "probe", "instrument",
+    "deepspeed", "deepspeed repaired",
 ]  # fmt: skip
 Schedule = Literal["constant", "decay"]
 
 REGIMES: tuple[Regime, ...] = ("fine-tuning", "from scratch")
 SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 RULES: tuple[Method, ...] = ("replay", "mean")
-"""Of `deferred_update`; "coast" is replay with `look_ahead="coast"`, "staggered" that in staggered windows."""
-AHEAD_METHODS: tuple[Method, ...] = ("replay", "coast", "staggered")
+"""Of `deferred_update`; "coast" is replay with `look_ahead="coast"`, "staggered" that in staggered windows, "guess"
+that with `look_ahead="guess"`."""
+AHEAD_METHODS: tuple[tuple[Method, float], ...] = (
+    ("replay", 0.05),
+    ("coast", 0.05),
+    ("staggered", 0.05),
+    ("guess", 0.05),
+    ("guess", 0.0),
+)
+"""And the share of the columns that is selected."""
 RATES = (1e-5, 1e-4, 1e-3)
 RATIOS = (0.0, 0.05, 0.1)
 INTERVALS = (1, 2, 4, 8)
@@ -138,16 +147,16 @@ def instruments() -> Iterator[Setting]:
 
 def ahead(regime: Regime, method: Method, lr: float, **more: object) -> Setting:
     """k = 0.05, S = 4, in as many buckets as a large model has; L = 4, or 1 where windows are staggered."""
-    lag = 1 if method == "staggered" else 4
+    lag = 1 if method in ("staggered", "guess") else 4
     return published(regime, method, lr, bucket_kib=16, lag=lag, **more)
 
 
 def look_ahead() -> Iterator[Setting]:
     """Replay with and without look-ahead."""
-    for regime, lr in AHEAD:
-        for seed in SEEDS:
+    for seed in SEEDS:
+        for regime, lr in AHEAD:
             yield Setting(regime=regime, method="synchronous", lr=lr, seed=seed)
-            yield from (ahead(regime, method, lr, seed=seed) for method in AHEAD_METHODS)
+            yield from (ahead(regime, method, lr, ratio=ratio, seed=seed) for method, ratio in AHEAD_METHODS)
 
 
 def remedies() -> Iterator[Setting]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from convergence import model as sizes
 from convergence.data import Text
 from convergence.model import SmallGPT
-from convergence.setting import AHEAD_METHODS, RULES, Regime, Setting
+from convergence.setting import RULES, Regime, Setting
 
 if TYPE_CHECKING:
     from zenflow import ZenFlowConfig
@@ -117,9 +117,9 @@ def config_of(setting: Setting) -> ZenFlowConfig:
     late: dict[str, Any] = {"apply_lag": setting.lag} if setting.lag else {"overlap_step": False}
     if setting.method in RULES:
         late["deferred_update"] = setting.method
-    elif setting.method in AHEAD_METHODS:
-        late["look_ahead"] = "coast"
-        late["window_phase"] = "staggered" if setting.method == "staggered" else "together"
+    elif setting.method in ("coast", "staggered", "guess"):
+        late["look_ahead"] = "guess" if setting.method == "guess" else "coast"
+        late["window_phase"] = "together" if setting.method == "coast" else "staggered"
     if setting.bucket_kib:
         late["bucket_bytes"] = setting.bucket_kib << 10
     return zenflow.ZenFlowConfig(
