@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from zenflow.errors import UnsupportedError
 from zenflow.groups import Group, Groups
 from zenflow.host.tasks import Control
 from zenflow.kernels.base import DevicePart, DeviceUpdates, DeviceWeight, column_norms, whole_norms
+from zenflow.kernels.tables import BucketTables
 from zenflow.layout import DTYPE_NAMES, can_be_trained
 from zenflow.ledger import mass
 from zenflow.rules import Hyper
@@ -145,35 +146,25 @@ def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
     return gradient if weight.plan.transposed else gradient.contiguous()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Guess:
-    """By what some weights of a group move at once, until their updates come."""
+    """By what one weight's deferred columns move at once, until their updates come."""
 
-    group: Group
+    weight: WeightState
+    tables: BucketTables
+    number: int  # in these
     signs: torch.Tensor
-    weights: list[WeightState | None]
-    """Those of the group; None: it does not move."""
     control: StepControl | None
-
-    def of(self, weight: WeightState) -> Guess:
-        """That of one weight alone."""
-        return replace(self, weights=[weight if one is weight else None for one in self.weights])
 
 
 def guesses(gradients: Sequence[Gradient]) -> list[Guess]:
-    """Of gradients that have left with their signs, those of a group together."""
-    found: dict[tuple[int, int], Guess] = {}
+    """Of gradients that have left with their signs."""
+    found = []
     for one in gradients:
-        if (staged := one._staged) is None or one.weight.deferred is None:
-            continue
-        assert staged.signs is not None
-        key = id(staged.signs), id(one.control)
-        of_group = found.get(key)
-        if of_group is None:
-            nobody: list[WeightState | None] = [None] * len(staged.group.weights)
-            found[key] = of_group = Guess(staged.group, staged.signs, nobody, one.control)
-        of_group.weights[staged.number] = one.weight
-    return [*found.values()]
+        if (staged := one._staged) is not None and one.weight.deferred is not None:
+            assert staged.signs is not None
+            found.append(Guess(one.weight, staged.group.tables, staged.number, staged.signs, one.control))
+    return found
 
 
 def norms(gradients: Sequence[Gradient]) -> torch.Tensor:

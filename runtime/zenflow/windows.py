@@ -17,6 +17,7 @@ from zenflow.device import Mark
 from zenflow.gradients import Guess
 from zenflow.groups import Groups
 from zenflow.host.engine import Job
+from zenflow.kernels.base import GuessedColumns
 from zenflow.late_weights import LateWeights, PendingUpdate
 from zenflow.rules import Hyper
 from zenflow.runtime import Runtime
@@ -282,46 +283,40 @@ class Windows:
         Before windows close, since columns that leave the host's tier are exact from then on: `moving` weights do not
         wait for a use.
         """
+        now: dict[int, list[Guess]] = {}
         for one in found:
-            for place, weight in enumerate(one.weights if self.waits is not None else ()):
-                if weight is None or self.waits is None:
-                    continue
-                if weight in moving:
-                    self.waits.finish_weight(weight.parameter)
-                late = partial(self._guess_late, one.of(weight), weight, hypers)
-                if self.waits.after_arrival(weight.parameter, late):
-                    one.weights[place] = None
-            self._guess(one, hypers)
+            waits, parameter = self.waits, one.weight.parameter
+            if waits is not None and one.weight in moving:
+                waits.finish_weight(parameter)
+            if waits is None or not waits.after_arrival(parameter, partial(self._guess_late, one, hypers)):
+                together = id(one.control) if len(one.weight.neighbours) == 1 else id(one)
+                now.setdefault(together, []).append(one)
+        for alike in now.values():
+            self._guess(alike, hypers)
 
-    def _guess_late(self, guess: Guess, weight: WeightState, hypers: Sequence[Hyper]) -> bool:
-        with torch.inference_mode(False), torch.no_grad(), self._late_write([weight]):
-            self._guess(guess, hypers)
+    def _guess_late(self, guess: Guess, hypers: Sequence[Hyper]) -> bool:
+        with torch.inference_mode(False), torch.no_grad(), self._late_write([guess.weight]):
+            self._guess([guess], hypers)
         return True
 
-    def _guess(self, guess: Guess, hypers: Sequence[Hyper]) -> None:
-        weights = [weight for weight in guess.weights if weight is not None]
-        if not weights:
-            return
-        for weight in weights:
-            weight.keep_nothing()
-        matrices = [None if weight is None else weight.matrix() for weight in guess.weights]
-        lengths = [0.0 if weight is None else self._length(weight, hypers[weight.group]) for weight in guess.weights]
-        control = guess.control
+    def _guess(self, guesses: Sequence[Guess], hypers: Sequence[Hyper]) -> None:
+        """Those of one control."""
+        control, weights = guesses[0].control, [one.weight for one in guesses]
         factor, skip = (None, None) if control is None else (control.factor, control.skip)
-        tables = guess.group.tables
-        self._runtime.kernels.guess_bucket(tables, matrices, guess.signs, lengths, factor=factor, skip=skip)
-        wrote(weights)
-        self._device.charge(2 * guess.group.nbytes)
-        self.moved.update(weights)
-        for weight in weights:
+        columns = []
+        for one in guesses:
+            weight = one.weight
             assert weight.deferred is not None
+            weight.keep_nothing()
+            missing = usually_missing(self.config, weight.plan.first_bucket, self.buckets)
+            length = self._runtime.rule.guess(hypers[weight.group], missing)
+            columns.append(GuessedColumns(one.tables, one.number, weight.matrix(), one.signs, length))
+            self._device.charge(2 * weight.parameter.nbytes)
             for part in weight.deferred.parts:
                 part.ahead = True
-
-    def _length(self, weight: WeightState, hyper: Hyper) -> float:
-        """How far a gradient moves a weight."""
-        missing = usually_missing(self.config, weight.plan.first_bucket, self.buckets)
-        return self._runtime.rule.guess(hyper, missing)
+        self._runtime.kernels.guess(columns, factor=factor, skip=skip)
+        wrote(weights)
+        self.moved.update(weights)
 
     def take_restored(self, weight: WeightState) -> None:
         """Compare a weight with its restored state: what it is not as it was saved, somebody has written."""

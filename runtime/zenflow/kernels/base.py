@@ -116,6 +116,25 @@ class DeviceWeight:
         return all(part.packed is None or part.packed.dtype == self.dtype for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GuessedColumns:
+    """The columns of one weight that were sent, and how far the signs of their gradients move them."""
+
+    tables: BucketTables
+    number: int
+    """Of the weight's part in these."""
+    weight: torch.Tensor
+    """[rows, columns]"""
+    signs: torch.Tensor
+    """Of all parts, as `Kernels.pack_bucket` has them."""
+    length: float
+
+    @property
+    def part(self) -> TablePart:
+        """The weight's."""
+        return self.tables.parts[self.number]
+
+
 class DeviceUpdates:
     """Updates that differ from step to step in little but addresses and the gradients' values."""
 
@@ -250,34 +269,23 @@ class Kernels(ABC):
             if signs is not None and len(indices[0]):
                 _signs_of(part, signs).copy_(_coded(part.runs[0].within(sent)))
 
-    def guess_bucket(
-        self,
-        tables: BucketTables,
-        weights: Sequence[torch.Tensor | None],
-        signs: torch.Tensor,
-        lengths: Sequence[float],
-        *,
-        factor: torch.Tensor | None,
-        skip: torch.Tensor | None,
+    def guess(
+        self, guesses: Sequence[GuessedColumns], *, factor: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
-        """Move the columns that were sent against the signs of their gradients: `w - length sign(factor) sign(g)`.
+        """Move weights against the signs of their gradients: `w - length sign(factor) sign(g)`.
 
         Args:
-            tables: of the bucket.
-            weights: of each part as [rows, columns]; None: it is left as it is.
-            signs: as `pack_bucket` has them.
-            lengths: of each part.
+            guesses: of weights that share no memory.
             factor: 0-dim fp32 on the device, that the gradients were multiplied with; None: 1.
             skip: 0-dim bool on the device; where it is true nothing moves.
         """
-        for part, weight, indices, length in zip(tables.parts, weights, tables.indices, lengths, strict=True):
-            if weight is None or not len(indices[0]):
-                continue
-            move = _decoded(_signs_of(part, signs), part.rows) * length
+        for one in guesses:
+            columns = one.tables.indices[one.number][0]
+            move = _decoded(_signs_of(one.part, one.signs), one.part.rows) * one.length
             move = move if factor is None else move * _sign(factor)
-            old = self.pack(weight, indices[0])
+            old = self.pack(one.weight, columns)
             new = (old.float() - move).to(old.dtype)
-            self.scatter(weight, indices[0], new if skip is None else torch.where(skip, old, new))
+            self.scatter(one.weight, columns, new if skip is None else torch.where(skip, old, new))
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Write the columns that were sent, and have been updated, into the weights.

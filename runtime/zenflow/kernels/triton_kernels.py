@@ -17,7 +17,23 @@ backend rounds alike: bf16 is converted bit by bit.
 import triton
 import triton.language as tl
 
-_PACKED = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "tiles", "records", "places", "sent", "kept", "partials"]
+_PACKED = [
+    "a0",
+    "a1",
+    "a2",
+    "a3",
+    "a4",
+    "a5",
+    "a6",
+    "a7",
+    "tiles",
+    "records",
+    "places",
+    "sent",
+    "kept",
+    "partials",
+    "signs",
+]
 
 
 @triton.jit
@@ -104,6 +120,18 @@ def values(raw, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def raw_of(value, ELEMENT: tl.constexpr):
+    """fp32 as elements, rounded to nearest even."""
+    if ELEMENT == "bf16":
+        raw = narrowed(value, tl.int16, True)
+    elif ELEMENT == "fp16":
+        raw = narrowed(value, tl.float16, False).to(tl.int16, bitcast=True)
+    else:
+        raw = value.to(tl.int32, bitcast=True)
+    return raw
+
+
+@triton.jit
 def field(record, PLACE: tl.constexpr, EVEN: tl.constexpr):
     """One number of a record."""
     number = tl.load(record + PLACE)
@@ -135,12 +163,13 @@ def tile_at(
 @triton.jit(do_not_specialize=_PACKED)
 def pack_bucket(
     a0: tl.int64, a1: tl.int64, a2: tl.int64, a3: tl.int64, a4: tl.int64, a5: tl.int64, a6: tl.int64, a7: tl.int64,
-    tiles, records, places, sent, kept, partials,
+    tiles, records, places, sent, kept, partials, signs,
     ELEMENT: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    SIGNS: tl.constexpr,
 ):  # fmt: skip
     """Each column's run into its place, and the sum of squares of each BLOCK_R rows of it into `partials`.
 
-    A part whose address is 0 is left out.
+    If SIGNS those of the columns that are sent into `signs`. A part whose address is 0 is left out.
     """
     which, record, rows, columns, r0, c0 = tile_at(tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C)
     address = chosen(which % 8, a0, a1, a2, a3, a4, a5, a6, a7)
@@ -164,6 +193,15 @@ def pack_bucket(
             sums = tl.sum(wide * wide, axis=0)
             tile = tl.trans(raw)
         tl.store(run, tile, mask=c_ok[:, None] & r_ok[None, :])
+        if SIGNS:
+            runs = wide if TRANSPOSED else tl.trans(wide)
+            codes = tl.where(runs > 0, 1, tl.where(runs < 0, 2, 0))
+            fours = tl.reshape(codes, (BLOCK_C, BLOCK_R // 4, 4)) << (2 * tl.arange(0, 4))[None, None, :]
+            four = r0 // 4 + tl.arange(0, BLOCK_R // 4)
+            width = (rows + 3) // 4
+            of_column = signs + tl.load(record + 6) + tl.where(place >= 0, place, 0) * width
+            ok = (c_ok & (place >= 0))[:, None] & (four < width)[None, :]
+            tl.store(of_column[:, None] + four[None, :], tl.sum(fours, axis=2).to(tl.uint8), mask=ok)
         block = (r0 // BLOCK_R).to(tl.int64)
         tl.store(partials + tl.load(record + 5) + block * columns + c0 + c, sums, mask=c_ok)
 
@@ -221,6 +259,47 @@ def show_bucket(
                 tl.store(at, tl.where(comes[None, :], tl.trans(new), tl.load(at, mask=there, other=0)), mask=there)
             else:  # element by element in any case
                 tl.store(at, tl.trans(new), mask=there & comes[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "records", "factor", "skip"])
+def guess_columns(
+    tiles, records, factor, skip,
+    ELEMENT: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Move the columns that were sent, of weights in any bucket, against the signs of their gradients.
+
+    records: [parts, 8] int64: rows, columns, addresses of the weight, the columns' places and the signs of slot 0, and
+    the bits of the length in fp32. Where a row is contiguous, columns between these are written as they were read.
+    """
+    _, record, rows, columns, r0, c0 = tile_at(tl.program_id(0), tiles, records, EVEN, TRANSPOSED, BLOCK_R, BLOCK_C)
+    weights = elements(tl.load(record + 2), ELEMENT, EVEN)
+    places, signs = tl.load(record + 3).to(tl.pointer_type(tl.int32)), tl.load(record + 4).to(tl.pointer_type(tl.uint8))
+    length = tl.load(record + 5).to(tl.int32).to(tl.float32, bitcast=True)
+    r, c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    r_ok, c_ok = r < rows - r0, c < columns - c0
+    place = tl.load(places + c0 + c, mask=c_ok, other=-1).to(tl.int64)
+    comes = place >= 0
+    four, width = r0 // 4 + tl.arange(0, BLOCK_R // 4), (rows + 3) // 4
+    of_column = signs + tl.where(comes, place, 0) * width
+    fours = tl.load(of_column[:, None] + four[None, :], mask=comes[:, None] & (four < width)[None, :], other=0)
+    codes = (fours.to(tl.int32)[:, :, None] >> (2 * tl.arange(0, 4))[None, None, :]) & 3
+    codes = tl.reshape(codes, (BLOCK_C, BLOCK_R))
+    scale = tl.load(factor)
+    times = tl.where(scale > 0, 1.0, tl.where(scale < 0, -1.0, 0.0))
+    move = tl.where(codes == 1, 1.0, tl.where(codes == 2, -1.0, 0.0)) * length * times
+    moves = tl.load(skip) == 0
+    if TRANSPOSED:
+        at = weights + c0.to(tl.int64) * rows + r0 + c[:, None] * rows + r[None, :]
+        there, change = c_ok[:, None] & r_ok[None, :], comes[:, None] & moves
+    else:
+        at = weights + r0.to(tl.int64) * columns + c0 + r[:, None] * columns + c[None, :]
+        there, change, move = r_ok[:, None] & c_ok[None, :], comes[None, :] & moves, tl.trans(move)
+    raw = tl.load(at, mask=there, other=0)
+    new = raw_of(values(raw, ELEMENT) - move, ELEMENT)
+    if EVEN:
+        tl.store(at, tl.where(change, new, raw), mask=there)
+    else:
+        tl.store(at, new, mask=there & change)
 
 
 @triton.jit(do_not_specialize=["last", "tiles", "records", "wide", "powers", "updated", "rates", "roots"])
@@ -342,12 +421,7 @@ def update_kept(
     address = tl.load(reached + 2 * which)
     if address != 0:
         weights = elements(address, ELEMENT, EVEN and TRANSPOSED)
-        if ELEMENT == "bf16":
-            raw = narrowed(new_w, tl.int16, True)
-        elif ELEMENT == "fp16":
-            raw = narrowed(new_w, tl.float16, False).to(tl.int16, bitcast=True)
-        else:
-            raw = new_w.to(tl.int32, bitcast=True)
+        raw = raw_of(new_w, ELEMENT)
         if TRANSPOSED:
             tl.store(weights + (column * rows)[:, None] + r[None, :], raw, mask=ok)
         else:

@@ -6,9 +6,10 @@ import itertools
 import math
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,15 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
 from zenflow.kernels import triton_kernels
-from zenflow.kernels.base import DeviceUpdates, DeviceWeight, EagerKernels, Kernels, address_of, addresses_of
+from zenflow.kernels.base import (
+    DeviceUpdates,
+    DeviceWeight,
+    EagerKernels,
+    GuessedColumns,
+    Kernels,
+    address_of,
+    addresses_of,
+)
 from zenflow.kernels.launcher import launcher
 from zenflow.kernels.tables import ALIGNED, BucketTables, Send, TablePart, sent_together, tiles_of
 from zenflow.rules import Hyper, Rule, SGDHyper
@@ -30,6 +39,8 @@ ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"
 # Rows and columns of a tile, by whether an element has 4 bytes and whether weights are transposed. A part of the order
 # in which energies are summed. Some do not compile in some releases of Triton.
 PACK_TILES = {(False, False): (64, 128), (True, False): (64, 64), (False, True): (256, 32), (True, True): (128, 32)}
+SIGN_TILES = {kind: (block_r, block_c // 2) for kind, (block_r, block_c) in PACK_TILES.items()}
+"""Where signs are packed too, which takes registers."""
 SHOW_TILES = {**PACK_TILES, (False, False): (128, 64)}
 KEPT_TILES = {False: (16, 64), True: (4, 256)}
 """Kept columns and rows of a tile, by whether the weight is stored transposed."""
@@ -50,6 +61,7 @@ class TritonKernels(EagerKernels):
 
     def __init__(self) -> None:
         self._powers: dict[tuple[tuple[float, float], ...], torch.Tensor] = {}
+        self._guesses: dict[_Kind, _Guesses] = {}
 
     def powers(self, betas: tuple[tuple[float, float], ...], send: Send) -> torch.Tensor:
         """On the device [pairs, counts, 2], see `count_kept`: Python's powers, as the eager rules have on the CPU."""
@@ -72,13 +84,15 @@ class TritonKernels(EagerKernels):
         energies: torch.Tensor,
         signs: torch.Tensor | None = None,
     ) -> None:
-        if signs is not None:
-            super().pack_bucket(tables, gradients, sent, kept, energies, signs)
-            return
-        device, (block_r, block_c) = tables.places.device, _tile(PACK_TILES, tables)
+        shapes = PACK_TILES if signs is None else SIGN_TILES
+        device, (block_r, block_c) = tables.places.device, _tile(shapes, tables)
         tiles = tables.tiles(block_r, block_c)
         partials = torch.empty(tiles.partials, dtype=torch.float32, device=device)
-        addresses = _over_bucket(triton_kernels.pack_bucket, PACK_TILES, tables, gradients, (sent, kept), (partials,))
+        others = partials, partials if signs is None else signs
+        of_signs = {"SIGNS": signs is not None}
+        addresses = _over_bucket(
+            triton_kernels.pack_bucket, shapes, tables, gradients, (sent, kept), others, of_signs
+        )
         total = launcher(triton_kernels.sum_partials, BLOCK_R=block_r, BLOCK_C=block_c)
         for at, part in enumerate(tiles.columns):
             present = sum(1 << bit for bit, address in enumerate(addresses[64 * at : 64 * at + 64]) if address)
@@ -88,11 +102,70 @@ class TritonKernels(EagerKernels):
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         _over_bucket(triton_kernels.show_bucket, SHOW_TILES, tables, weights, (rows,))
 
+    def guess(
+        self, guesses: Sequence[GuessedColumns], *, factor: torch.Tensor | None, skip: torch.Tensor | None
+    ) -> None:
+        """One launch for all weights that are alike, and a copy of their addresses where these have changed."""
+        alike: dict[_Kind, list[GuessedColumns]] = {}
+        for one in guesses:
+            transposed = one.tables.transposed
+            rows, columns = one.part.rows, one.part.columns
+            if not (one.weight.t() if transposed else one.weight).is_contiguous():
+                super().guess([one], factor=factor, skip=skip)
+            elif len(one.part.runs[0].columns):
+                uneven = rows % ALIGNED, not transposed and columns % ALIGNED, address_of(one.weight) % 16
+                alike.setdefault((one.weight.dtype, transposed, not any(uneven)), []).append(one)
+        for kind, some in alike.items():
+            self._guesses.setdefault(kind, _Guesses(kind)).run(some, factor, skip)
+
     def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
         large = any(part.state.master.shape[1] >= _MOST_ROWS for weight in weights for part in weight.parts)
         if large or not all(weight.gradients_alike() for weight in weights):
             return super().device_updates(rule, weights, send)
         return TritonUpdates(self, rule, weights, send)
+
+
+_Kind = tuple[torch.dtype, bool, bool]
+"""Of weights: dtype, whether they are stored transposed, whether all accesses can be of 16 bytes."""
+
+
+class _Guesses:
+    """Guesses of weights alike; keeps their tables while nothing in them changes."""
+
+    def __init__(self, kind: _Kind) -> None:
+        dtype, transposed, even = kind
+        tile = SHOW_TILES[dtype == torch.float32, transposed]
+        self._tile = tile if even else narrow_tile(*tile)
+        self._launch = launcher(
+            triton_kernels.guess_columns,
+            ELEMENT=ELEMENTS[dtype],
+            EVEN=even,
+            TRANSPOSED=transposed,
+            BLOCK_R=self._tile[0],
+            BLOCK_C=self._tile[1],
+        )
+        self._sent, self._shapes = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def run(self, some: Sequence[GuessedColumns], factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+        lines, send = [_guess_record(one) for one in some], some[0].tables.send
+        records = np.array(lines)
+        if not np.array_equal(records[:, :2], self._shapes):
+            (block_r, block_c), self._shapes = self._tile, records[:, :2]
+            blocks = [-(-line[0] // block_r) * -(-line[1] // block_c) for line in lines]
+            rest = np.ones(1, np.float32), np.zeros(1, np.bool_)
+            self._tiles, self._one, self._never = sent_together(send, [tiles_of(blocks), *rest])
+        if not np.array_equal(records, self._sent):
+            self._sent, self._records = records, send(torch.from_numpy(records))
+        scalars = self._one if factor is None else factor, self._never if skip is None else skip
+        reaches = [tensor for one in some for tensor in (one.weight, one.signs, one.tables.places)]
+        self._launch(len(self._tiles), self._records.device, self._tiles, self._records, *scalars, reaches=reaches)
+
+
+def _guess_record(one: GuessedColumns) -> list[int]:
+    """See `guess_columns`."""
+    places = address_of(one.tables.places) + 4 * sum(one.tables.columns[: one.number])
+    signs, length = address_of(one.signs) + one.part.sign_start, int(np.float32(one.length).view(np.int32))
+    return [*one.weight.shape, address_of(one.weight), places, signs, length, 0, 0]
 
 
 def _over_bucket(
@@ -102,6 +175,7 @@ def _over_bucket(
     matrices: Sequence[torch.Tensor | None],
     buffers: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor] = (),
+    constants: Mapping[str, bool] = MappingProxyType({}),
 ) -> list[int]:
     """Launch a kernel for every 8 parts; the addresses of their matrices."""
     block_r, block_c = _tile(tiles, tables)
@@ -115,6 +189,7 @@ def _over_bucket(
         TRANSPOSED=tables.transposed,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
+        **constants,
     )
     padded = [*addresses, *[0] * 7]
     for number, eight in enumerate(fixed.eights):

@@ -15,8 +15,8 @@ from tests.support.tiers import combinations, fast
 from tests.support.zenflow.kernel_cases import DTYPES, EAGER, Draw, bits, same
 from tests.support.zenflow.rule_cases import NAMES, random_group
 from zenflow.kernels import Kernels
-from zenflow.kernels.base import DevicePart, DeviceWeight
-from zenflow.kernels.tables import BucketTables, Send, TablePart
+from zenflow.kernels.base import DevicePart, DeviceWeight, GuessedColumns
+from zenflow.kernels.tables import BucketTables, Send, TablePart, sign_bytes_of
 from zenflow.rules import RULES, Hyper, Rule
 from zenflow.state import ColumnState
 
@@ -50,9 +50,10 @@ class Bucket:
         self.draw, self.shapes, self.dtype, self.transposed = draw, shapes, dtype, transposed
         self.counts = [round(share * columns) for _, columns in shapes]
         self.weights = self.drawn()
-        self.parts, self.sent, self.kept = [], 0, 0
+        self.parts, self.sent, self.kept, signs = [], 0, 0, 0
         for (rows, columns), n, places in zip(shapes, self.counts, self.places(), strict=True):
-            self.parts.append(TablePart(rows, columns, places, self.sent, self.kept))
+            self.parts.append(TablePart(rows, columns, places, self.sent, self.kept, signs))
+            signs += (columns - n) * sign_bytes_of(rows)
             self.sent += (columns - n) * rows
             self.kept += n * rows
 
@@ -150,6 +151,43 @@ class BucketCases:
             kernels.show_bucket(tables, shown, arrived.to(device))
             pairs = zip(weights, bucket.weights, strict=True)
             assert all(one is not None and torch.equal(bits(one.cpu()), bits(other)) for one, other in pairs)
+
+    @pytest.mark.parametrize(("shapes", "dtype", "share", "transposed", "missing"), PACKED[::2], ids=str)
+    def test_weights_move_against_the_signs_of_what_was_sent(
+        self, kernels: Kernels, device: torch.device, shapes: str, dtype: torch.dtype, share: float, transposed: bool,
+        missing: bool,
+    ) -> None:  # fmt: skip
+        """Three times, with other lengths; the second with a factor below 0, the last one skipped."""
+        draw = Draw(len(shapes), CPU)
+        bucket = Bucket(draw, SHAPES[shapes], dtype, share, transposed=transposed)
+        tables = bucket.tables(device)
+        weights, held = on(device, bucket.weights), [one.clone() for one in bucket.weights]
+        for step, (factor, skip) in enumerate(((None, None), (-0.3, False), (2.0, True))):
+            gradients: list[Tensor | None] = [*bucket.drawn()]
+            for which in range(0, len(gradients) if missing else 0, 2):
+                gradients[which] = None
+            sent, kept = (torch.empty(elements, dtype=dtype, device=device) for elements in (bucket.sent, bucket.kept))
+            energies = torch.empty(sum(tables.columns), device=device)
+            signs = torch.full((tables.sign_bytes + 1,), 255, dtype=torch.uint8, device=device)
+            kernels.pack_bucket(tables, on(device, gradients), sent, kept, energies, signs)
+            assert int(signs[-1]) == 255
+            lengths = [0.01 * (step + number + 1) for number in range(len(gradients))]
+            guesses = [
+                GuessedColumns(tables, number, tables.matrix(tables.parts[number], weight), signs, length)
+                for number, (weight, gradient, length) in enumerate(zip(weights, gradients, lengths, strict=True))
+                if weight is not None and gradient is not None
+            ]
+            scalars = (None if one is None else torch.tensor(one, device=device) for one in (factor, skip))
+            kernels.guess(guesses, **dict(zip(("factor", "skip"), scalars, strict=True)))
+            for which, column, is_kept, _ in bucket.each():
+                gradient = gradients[which]
+                if not is_kept and gradient is not None and not skip:
+                    g, own = (bucket.column(one, column) for one in (gradient, held[which]))
+                    sign = (g > 0).float() - (g < 0).float()
+                    own.copy_((own.float() - sign * lengths[which] * (-1.0 if factor == -0.3 else 1.0)).to(dtype))
+            for got, wanted in zip(weights, held, strict=True):
+                assert got is not None
+                assert same(got.cpu(), wanted)
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_memory_that_is_not_aligned_holds_the_same_bits(

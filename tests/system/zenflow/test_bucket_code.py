@@ -24,13 +24,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from zenflow.kernels import triton_kernels as kernels
-from zenflow.kernels.triton_launch import COUNT_BLOCK, KEPT_TILES, PACK_TILES, SHOW_TILES, narrow_tile
+from zenflow.kernels.triton_launch import COUNT_BLOCK, KEPT_TILES, PACK_TILES, SHOW_TILES, SIGN_TILES, narrow_tile
 
 KINDS = {
     "records": "*i64", "reached": "*i64", "wide": "*fp64", "powers": "*fp64", "skip": "*i1",
     "present": "i64", "last": "i64",
     **{f"a{i}": "i64" for i in range(8)},
-    **dict.fromkeys(("tiles", "places", "updated"), "*i32"),
+    **dict.fromkeys(("tiles", "places", "updated"), "*i32"), "signs": "*u8",
 }
 OF_ELEMENT = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 OBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -64,10 +64,15 @@ def variants(everything):
         if not everything and (transposed or not even):
             continue
         common = {"ELEMENT": element, "EVEN": even, "TRANSPOSED": transposed}
-        for kernel, tiles in ((kernels.pack_bucket, PACK_TILES), (kernels.show_bucket, SHOW_TILES)):
+        for kernel, tiles, more in (
+            (kernels.pack_bucket, PACK_TILES, {"SIGNS": False}),
+            (kernels.pack_bucket, SIGN_TILES, {"SIGNS": True}),
+            (kernels.show_bucket, SHOW_TILES, {}),
+            (kernels.guess_columns, SHOW_TILES, {}),
+        ):
             tile = tiles[element == "fp32", transposed]
             for block_r, block_c in {tile, tile if even else narrow_tile(*tile)}:
-                yield kernel, {**common, "BLOCK_R": block_r, "BLOCK_C": block_c}
+                yield kernel, {**common, "BLOCK_R": block_r, "BLOCK_C": block_c, **more}
                 if even and element == "bf16":
                     yield kernels.sum_partials, {"BLOCK_R": block_r, "BLOCK_C": block_c}
         for rule in rules:
@@ -136,6 +141,7 @@ def test_every_tile_compiles_and_even_ones_cross_memory_in_pieces_of_16_bytes(tm
             wanted = {"ld": state + words, "st": state + (words if constants["TRANSPOSED"] else 0)}
         else:  # 8 pieces a thread; between columns that arrive, what was there is read, too
             merges = constants["kernel"] == "show_bucket" and not constants["TRANSPOSED"]
-            wanted = {"ld": 16 if merges else 8, "st": 8}
+            pieces = 4 if constants.get("SIGNS") else 8
+            wanted = {"ld": 16 if merges else pieces, "st": pieces}
         assert wide == wanted, about
     assert narrow == fast({False}, all_of={False, True})  # the instruction that is looked for can be there
