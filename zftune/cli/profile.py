@@ -169,7 +169,7 @@ def profile(
     offload_ratio: Annotated[float | None, _knob("Share of the state on the host.")] = None,
     apply_lag: Annotated[int | None, _knob("Steps over which a window shows.")] = None,
     deferred_update: Annotated[str | None, _knob("replay or mean.")] = None,
-    look_ahead: Annotated[str | None, _knob("none or coast: show late updates before they come.")] = None,
+    look_ahead: Annotated[str | None, _knob("none, coast or guess: show late updates before they come.")] = None,
     window_phase: Annotated[str | None, _knob("together or staggered: a share of the buckets each step.")] = None,
     full_warm_up_rounds: Annotated[int | None, _knob("Synchronous first steps.")] = None,
     overlap_step: Annotated[bool | None, _knob("Let the host work beside the GPU.")] = None,

@@ -258,9 +258,11 @@ def _steady(
         moved = 2 * min(_STATE * selected // ranks, config.staging_bytes)
         best = max(best, (0, gradients // ranks + moved), key=sum)
     held, made = best
+    guesses = config.look_ahead == "guess"
+    signs = _deferred_bytes(model, plan) // (4 * model.element_bytes * ranks) if guesses else 0  # two bits an element
     return {
         "activations": round(held * (1 + _SPLINTERS)),
-        "gradients": round(made * (1 + _SPLINTERS)),
+        "gradients": round(made * (1 + _SPLINTERS)) + signs,
         "packed": round(packed * (1 + _SPLINTERS)) if streams else _deferred_bytes(model, plan) // ranks,
         "arriving": segments([round(arrived * (1 + _SPLINTERS))]),
     }

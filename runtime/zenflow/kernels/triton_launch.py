@@ -90,9 +90,7 @@ class TritonKernels(EagerKernels):
         partials = torch.empty(tiles.partials, dtype=torch.float32, device=device)
         others = partials, partials if signs is None else signs
         of_signs = {"SIGNS": signs is not None}
-        addresses = _over_bucket(
-            triton_kernels.pack_bucket, shapes, tables, gradients, (sent, kept), others, of_signs
-        )
+        addresses = _over_bucket(triton_kernels.pack_bucket, shapes, tables, gradients, (sent, kept), others, of_signs)
         total = launcher(triton_kernels.sum_partials, BLOCK_R=block_r, BLOCK_C=block_c)
         for at, part in enumerate(tiles.columns):
             present = sum(1 << bit for bit, address in enumerate(addresses[64 * at : 64 * at + 64]) if address)

@@ -88,6 +88,7 @@ def random_setting(seed: int) -> tuple[list[nn.Parameter], ZenFlowConfig]:
         bucket_bytes=draw.choice([1, 500, 4096, 1 << 20]),
         host_threads=1,
         overlap_step=draw.random() < 0.5,
+        window_phase=draw.choice(["together", "staggered"]),
     )
     return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes], config
 
@@ -109,13 +110,21 @@ def test_host_memory_is_what_the_runtime_allocates(seed: int) -> None:
         # A longer window gets all of its log at once.
         optimizer.set_knobs(update_interval=6, apply_lag=None)
         longer = ZenFlowConfig(
-            **{name: getattr(config, name) for name in ("topk_ratio", "offload_ratio", "bucket_bytes")},
+            **{name: getattr(config, name) for name in ("topk_ratio", "offload_ratio", "bucket_bytes", "window_phase")},
             update_interval=6,
         )
         assert optimizer.host_bytes()["log"] == host_bytes(model, longer)["log"]
     finally:
         optimizer.abandon()
         device.close()
+
+
+def test_the_signs_of_a_guess_are_two_bits_of_each_deferred_element() -> None:
+    model, job = facts((64, 100), (32, 100)), Job(seq=8)
+    plain = ZenFlowConfig(topk_ratio=0.25, look_ahead="coast")
+    found = [memory(model, job, one, packed=0, arrived=0) for one in (plain, plain.changed({"look_ahead": "guess"}))]
+    deferred = 75 * (64 + 32)
+    assert found[1].device_bytes - found[0].device_bytes == deferred // 4
 
 
 def test_ranks_share_all_but_a_count_of_each_column() -> None:

@@ -111,6 +111,16 @@ def test_a_host_that_is_behind_sets_the_pace() -> None:
     assert stalls(found) == {"host": 10.0, "h2d": 4.0}
 
 
+def test_staggered_windows_give_each_step_its_share_of_the_host() -> None:
+    # Windows of four steps take the host 34 bytes an element, one of a step 28; a quarter of them closes in each step.
+    split = toy_split(*[MEGA // 8] * 8, layers=8)
+    split = replace(split, pieces=tuple(replace(one, turn=place // 2) for place, one in enumerate(split.pieces)))
+    for host, share_ms in ((80, 24.3), (140, 42.5)):
+        found = simulate(toy_rates(d2h=5, h2d=4, host=host), split, windows(4, window_phase="staggered"))
+        assert max(30.0, share_ms) <= found.step_ms <= max(30.0, share_ms + 4)
+        assert max(found.steps_ms) - min(found.steps_ms) < 1
+
+
 def test_a_link_that_is_behind_sets_the_pace() -> None:
     found = simulate(toy_rates(d2h=45, h2d=4, host=8), toy_split(*[MEGA // 20] * 20, due=4), windows(4))
     assert found.step_ms == pytest.approx(45.0, rel=0.03)
@@ -183,6 +193,7 @@ def test_no_schedule_beats_the_closed_form() -> None:
             overlap_step=overlap,
             pipeline=draw.choice(["bucket", "none"]),
             stream=draw.random() < 0.7,
+            window_phase=draw.choice(["together", "staggered"]),
         )
         sizes = {"d2h": draw.uniform(1, 60), "h2d": draw.uniform(1, 60), "host": draw.uniform(1, 200)}
         rates, split = toy_rates(**sizes), split_of(model, config)
