@@ -52,6 +52,8 @@ class Part:
     log: list[LogEntry] = field(default_factory=list)
     ahead: bool = False
     """Whether the weights hold something else than the masters round to, once nothing is in flight."""
+    guessed: bool = False
+    """Whether they have been moved by a guess since the last close: what is in flight does not replace all of these."""
     sample: Sample | None = None
     """Of the masters as the last window left them; None: not known."""
     reading: tuple[Transfer, torch.Tensor] | None = None

@@ -328,7 +328,7 @@ def _restore_weight(
         training.model.windows.restore(weight, flight, next(rows) if flight.coasts else None)
     for place in saved.ahead:
         assert weight.deferred is not None
-        weight.deferred.parts[place].ahead = True
+        weight.deferred.parts[place].ahead = weight.deferred.parts[place].guessed = True
     if flushed:
         training.before_use(weight.parameter, Unflush(training, weight))
 

@@ -382,7 +382,7 @@ class DeferredTier:
         """
         if part.reading is not None:  # its memory is not written before this window
             part.sample, part.reading = self._left(part), None
-        entries, part.log = part.log, []
+        entries, part.log, part.guessed = part.log, [], False
         if move is not None and len(move.staying_columns) == 0:
             part.ahead, entries = False, []  # whoever leaves has read them before the next step overwrites them
         if not (entries or part.ahead):

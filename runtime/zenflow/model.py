@@ -159,6 +159,7 @@ class ModelState:
 
     def watch(self) -> None:
         """Notice from now on what others write to the weights."""
+        self.windows.writing = False
         looked_at = self._to_look_at(self.windows.moved)
         found = {weight: shared for weight in looked_at if (shared := weight.watch()) is not None}
         self.windows.moved.clear()
@@ -186,6 +187,7 @@ class ModelState:
                     self.windows.take_restored(weight)
             elif write is not None:
                 self.windows.take_outside_write(weight, write)
+        self.windows.writing = True
 
     def stop_watch(self) -> None:
         """Notice nothing more, whatever was written since `watch`."""

@@ -695,7 +695,8 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             for column in weight.slot:
                 closed = self._closed.get(weight.bucket(column), self._step - self._window_steps) == self._step
                 if not (at_once and closed):
-                    weight.ahead.add(weight.bucket(column))
+                    if not closed:  # else what is on its way replaces it
+                        weight.ahead.add(weight.bucket(column))
                     shown[:, column] = (shown[:, column].float() - moved[:, column]).to(shown.dtype)
                     self.events["columns guessed"] += 1
             weight.param.detach().copy_((shown.t() if weight.transposed else shown).reshape(weight.param.shape))

@@ -13,7 +13,7 @@ from hypothesis import event, given, note
 from torch import nn
 
 from tests.support.tiers import combinations, fast, repeated
-from tests.support.zenflow.cases import Case, Make, Trace, case_of, draw_case, run, same_bits
+from tests.support.zenflow.cases import Case, Make, Param, Trace, case_of, draw_case, run, same_bits
 from tests.support.zenflow.change_cases import closing_steps, compare
 from tests.support.zenflow.family_cases import OTHERS, OURS, REFERENCE, draw_rule
 from tests.support.zenflow.knob_cases import SPLIT, draw_knobs, merged, with_auto, with_changes, with_joins
@@ -21,6 +21,7 @@ from tests.support.zenflow.rule_cases import NAMES
 from tests.support.zenflow.torch_oracle import assert_close_to_torch
 from tests.unit.zenflow.test_invariants import RANDOMS, SYNC, thorough
 from zenflow import ConfigError, ZenFlowAdamW, ZenFlowConfig
+from zenflow.late_weights import LateWeights, PendingUpdate
 
 CLIPPING = ("max_grad_norm", "skip_nonfinite")
 
@@ -95,6 +96,43 @@ def test_i2_there_and_back_again(seed: int) -> None:
 def test_i2_with_changing_knobs_whatever_the_hosts_speed(seed: int, slow_host: Callable[..., Make]) -> None:
     case = case_of(600 + seed, steps=16, overlap_step=True, topk_ratio=0.3, offload_ratio=1.0, rounded_grads=False)
     compare(with_changes(random.Random(seed), case), slow_host(seed))
+
+
+@pytest.fixture
+def late_by_chance(monkeypatch: pytest.MonkeyPatch) -> random.Random:
+    """Whether a bucket counts as late is drawn from this, however fast the machine is."""
+    rng, leave = random.Random(0), LateWeights.leave
+
+    def drawn(waits: LateWeights, flight: PendingUpdate) -> bool:
+        if rng.random() < 0.5:
+            return False
+        if flight.job.transfer is None:
+            return leave(waits, flight)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(flight.job.transfer), "done", lambda _: False)
+            return leave(waits, flight)
+
+    monkeypatch.setattr(LateWeights, "leave", drawn)
+    return rng
+
+
+@pytest.mark.parametrize("seed", range(fast(10, all_of=100)))
+def test_i2_with_changing_knobs_whichever_buckets_are_late(seed: int, late_by_chance: random.Random) -> None:
+    late_by_chance.seed(seed)
+    case = case_of(500 + seed, steps=20, pipeline="bucket", offload_ratio=1.0, bucket_bytes=80, rounded_grads=False)
+    compare(with_changes(random.Random(seed), replace(case, with_module=True), share=0.1))
+
+
+@pytest.mark.parametrize("seed", range(fast(20, all_of=200)))
+def test_i2_late_buckets_that_a_step_waits_for(seed: int, late_by_chance: random.Random) -> None:
+    late_by_chance.seed(seed)
+    knobs: dict[str, Any] = {"look_ahead": "guess", "window_phase": "staggered", "update_interval": 3, "apply_lag": 2}
+    knobs |= {"deferred_update": "replay", "pipeline": "bucket", "offload_ratio": 1.0, "bucket_bytes": 80}
+    knobs |= {"select_strategy": "step", "select_interval": 1, "topk_ratio": 0.4, "full_warm_up_rounds": 0}
+    shape = Param("linear", 7, 13, 0, "always", bf16=False)  # four buckets: two are due when the last one closes
+    group = {"lr": 0.1, "betas": (0.0, 0.9), "eps": 1e-8, "weight_decay": 0.3}  # where nothing coasts
+    case = case_of(seed, steps=20, rounded_grads=False, **knobs)
+    compare(replace(case, params=(shape,), groups=(group,), with_module=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
