@@ -22,10 +22,10 @@ from convergence.analysis import hurting_rate, rule_rate  # noqa: E402
 from convergence.data import texts  # noqa: E402
 from convergence.plot import draw  # noqa: E402
 from convergence.probe import instrument, probe  # noqa: E402
-from convergence.report import look_ahead_table, markdown  # noqa: E402
+from convergence.report import look_ahead_tables, markdown  # noqa: E402
 from convergence.setting import BETWEEN, RATES, REGIMES, SEEDS, Setting, four_of  # noqa: E402
 from convergence.store import Store  # noqa: E402
-from convergence.train import Scale, World, train  # noqa: E402
+from convergence.train import Scale, World, train, train_ahead  # noqa: E402
 from convergence.upstream import run_apart  # noqa: E402
 from rich.console import Console  # noqa: E402
 from studykit import ROOT, missing, parser, provenance, write_json  # noqa: E402
@@ -60,7 +60,8 @@ PARTS: dict[str, Part] = {
     "upstream": lambda _: parts.upstream(),
     "scratch-grid": lambda _: parts.grid("from scratch"),
     "scratch-between": lambda _: parts.between("from scratch"),
-    "look-ahead": lambda _: parts.look_ahead(),
+    "look-ahead": lambda _: parts.look_ahead(parts.AHEAD_METHODS),
+    "longer": lambda _: parts.look_ahead(parts.LONGER),
     "remedies": lambda _: parts.remedies(),
     "crossover": crossover,
     "instruments": lambda _: parts.instruments(),
@@ -76,7 +77,7 @@ def run_one(world: World, setting: Setting) -> dict[str, Any]:
         return instrument(world, setting)
     if setting.method in ("deepspeed", "deepspeed repaired"):
         return run_apart(world, setting)
-    return train(world, setting)
+    return train_ahead(world, setting) if setting.method == "ahead" else train(world, setting)
 
 
 def measure(world: World, store: Store, names: Sequence[str], again: bool, say: Callable[[str], None]) -> int:
@@ -138,9 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("") as status:
         measure(world, store, [] if arguments.report else names, arguments.again, status.update)
     console = Console(width=None if sys.stdout.isatty() else 240)
-    (folder / "look-ahead.md").write_text(look_ahead_table(store.runs), encoding="utf-8")
-    if names == ["look-ahead"]:  # whose runs are not enough for the other tables
-        console.print(look_ahead_table(store.runs), markup=False, highlight=False)
+    (folder / "look-ahead.md").write_text(look_ahead_tables(store.runs), encoding="utf-8")
+    if {*names} <= {"look-ahead", "longer"}:  # whose runs are not enough for the other tables
+        console.print(look_ahead_tables(store.runs), markup=False, highlight=False)
         return 0
     tables = markdown(store.runs)
     (folder / "table.md").write_text(tables, encoding="utf-8")

@@ -192,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     runs = {name: of for name, of in every.items() if any(of.values())}
     facts = {name: fact for name, fact in found.items() if fact is not None and name in runs}
-    tables = markdown(runs, facts, variants_of(quick), LANGUAGE)
+    measured = [variant for variant in variants_of(quick) if any(of[variant] for of in runs.values())]
+    tables = markdown(runs, facts, measured, LANGUAGE)
     (results.folder / "table.md").write_text(tables, encoding="utf-8")
     if not quick:
         (of_study.folder / "lateness.md").write_text(

@@ -8,7 +8,7 @@ from typing import Literal
 
 Regime = Literal["fine-tuning", "from scratch"]
 Method = Literal[
-    "synchronous", "replay", "coast", "staggered", "guess", "mean", "probe", "instrument",
+    "synchronous", "replay", "coast", "staggered", "guess", "mean", "probe", "instrument", "ahead",
     "deepspeed", "deepspeed repaired",
 ]  # fmt: skip
 Schedule = Literal["constant", "decay"]
@@ -17,15 +17,23 @@ REGIMES: tuple[Regime, ...] = ("fine-tuning", "from scratch")
 SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 RULES: tuple[Method, ...] = ("replay", "mean")
 """Of `deferred_update`; "coast" is replay with `look_ahead="coast"`, "staggered" that in staggered windows, "guess"
-that with `look_ahead="guess"`."""
-AHEAD_METHODS: tuple[tuple[Method, float], ...] = (
-    ("replay", 0.05),
-    ("coast", 0.05),
-    ("staggered", 0.05),
-    ("guess", 0.05),
-    ("guess", 0.0),
+that with `look_ahead="guess"`; "ahead" is synchronous AdamW whose weights are shown moved on as with "coast"."""
+AHEAD_METHODS: tuple[tuple[Method, float, int], ...] = (
+    ("replay", 0.05, 4),
+    ("coast", 0.05, 4),
+    ("staggered", 0.05, 4),
+    ("guess", 0.05, 4),
+    ("guess", 0.0, 4),
 )
-"""And the share of the columns that is selected."""
+"""And the share of the columns that is selected, and S."""
+LONGER: tuple[tuple[Method, float, int], ...] = (
+    ("replay", 0.05, 8),
+    ("guess", 0.05, 8),
+    ("guess", 0.0, 8),
+    ("guess", 0.0, 16),
+    ("ahead", 0.0, 4),
+)
+"""Longer windows, and the control: what looking ahead does where nothing is late."""
 RATES = (1e-5, 1e-4, 1e-3)
 RATIOS = (0.0, 0.05, 0.1)
 INTERVALS = (1, 2, 4, 8)
@@ -145,18 +153,19 @@ def instruments() -> Iterator[Setting]:
             yield from (replace(start, interval=size, lag=size) for size in (4, 8))
 
 
-def ahead(regime: Regime, method: Method, lr: float, **more: object) -> Setting:
-    """k = 0.05, S = 4, in as many buckets as a large model has; L = 4, or 1 where windows are staggered."""
-    lag = 1 if method in ("staggered", "guess") else 4
-    return published(regime, method, lr, bucket_kib=16, lag=lag, **more)
+def ahead(regime: Regime, method: Method, lr: float, *, interval: int, **more: object) -> Setting:
+    """In as many buckets as a large model has; L = S, or 1 where windows are staggered."""
+    lag = interval if method in ("replay", "coast") else 1
+    return published(regime, method, lr, bucket_kib=16, interval=interval, lag=lag, **more)
 
 
-def look_ahead() -> Iterator[Setting]:
-    """Replay with and without look-ahead."""
+def look_ahead(methods: Sequence[tuple[Method, float, int]]) -> Iterator[Setting]:
+    """Late updates with and without look-ahead."""
     for seed in SEEDS:
         for regime, lr in AHEAD:
             yield Setting(regime=regime, method="synchronous", lr=lr, seed=seed)
-            yield from (ahead(regime, method, lr, ratio=ratio, seed=seed) for method, ratio in AHEAD_METHODS)
+            for method, ratio, size in methods:
+                yield ahead(regime, method, lr, interval=size, ratio=ratio, seed=seed)
 
 
 def remedies() -> Iterator[Setting]:

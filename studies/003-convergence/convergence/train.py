@@ -171,6 +171,46 @@ def train(world: World, setting: Setting) -> dict[str, Any]:
     return {**figures, "host_engine": optimizer.host_engine[0], "seconds": time.perf_counter() - began}
 
 
+def train_ahead(world: World, setting: Setting) -> dict[str, Any]:
+    """The control: torch's AdamW on fp32 masters; gradients are taken where the weights will be `missing` steps later.
+
+    The bf16 weights are shown as a bucket is on average with S and L, moved on by the last update's momentum.
+
+    Returns:
+        held_out, flushed: loss of the masters, rounded; start, on_the_way: as shown; training, seconds.
+    """
+    began, scale = time.perf_counter(), world.scale
+    model = start(world, setting.regime, setting.seed).to(torch.bfloat16)
+    masters = [torch.nn.Parameter(weight.detach().float()) for weight in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=setting.lr, **ADAMW)
+    text, beta = world.texts[setting.regime], ADAMW["betas"][0]
+    few, many = text.evaluation(scale.on_the_way), text.evaluation(scale.sequences)
+    missing = (setting.interval - 1) / 2 + setting.lag
+    further = beta * (1 - beta**missing) / (1 - beta)
+    figures: dict[str, Any] = {"start": held_out_loss(model, few), "on_the_way": {}}
+
+    def step(number: int, batch: Tensor) -> float:
+        lr = optimizer.param_groups[0]["lr"] = rate_at(setting, number, scale.steps)
+        loss = model(batch)
+        loss.backward()
+        for master, weight in zip(masters, model.parameters(), strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        decayed = [master.detach() * (1 - lr * ADAMW["weight_decay"]) for master in masters]
+        optimizer.step()
+        with torch.no_grad():
+            for master, weight, before in zip(masters, model.parameters(), decayed, strict=True):
+                weight.copy_(master + further * (master - before))
+        return float(loss.detach())
+
+    figures["training"] = _steps(world, setting, step, lambda: held_out_loss(model, few), figures["on_the_way"])
+    with torch.no_grad():
+        for master, weight in zip(masters, model.parameters(), strict=True):
+            weight.copy_(master)
+    figures["flushed"], figures["held_out"] = held_out_loss(model, few), held_out_loss(model, many)
+    return {**figures, "seconds": time.perf_counter() - began}
+
+
 def _steps(
     world: World,
     setting: Setting,

@@ -17,8 +17,18 @@ from accuracy.encoder import Classification, Encoder
 from accuracy.language import LanguageScale, continuation
 from accuracy.tasks import TASKS, Task, small_task
 
-Variant = Literal["AdamW", "replay", "mean", "Twin-Flow", "DeepSpeed", "replay-S1", "replay-S2"]
-VARIANTS: tuple[Variant, ...] = ("AdamW", "replay", "mean", "Twin-Flow", "DeepSpeed")
+Variant = Literal[
+    "AdamW", "replay", "guess", "guess-k0", "guess-k0-S8", "guess-k0-S16", "mean", "Twin-Flow", "DeepSpeed",
+    "replay-S1", "replay-S2",
+]  # fmt: skip
+AHEAD: dict[Variant, dict[str, Any]] = {
+    "guess": {},
+    "guess-k0": {"topk_ratio": 0.0},
+    "guess-k0-S8": {"topk_ratio": 0.0, "update_interval": 8},
+    "guess-k0-S16": {"topk_ratio": 0.0, "update_interval": 16},
+}
+"""Replay in staggered windows with `look_ahead="guess"`; how each differs from the section of `document`."""
+VARIANTS: tuple[Variant, ...] = ("AdamW", "replay", *AHEAD, "mean", "Twin-Flow", "DeepSpeed")
 SHORTER: dict[Variant, int] = {"replay-S1": 1, "replay-S2": 2}
 """Replay with shorter windows, and a lag as long; measured where it is asked for."""
 METHOD = 1  # raise it when a change here, in the models or in the tasks changes what a run computes
@@ -180,6 +190,8 @@ class Late:
         else:
             rule: Literal["replay", "mean"] = "mean" if variant == "mean" else "replay"
             config = replace(ZenFlowConfig.from_ds_config(asked), deferred_update=rule, host_threads=1)
+            if variant in AHEAD:
+                config = replace(config, look_ahead="guess", window_phase="staggered", **AHEAD[variant])
             if variant in SHORTER:
                 config = replace(config, update_interval=SHORTER[variant], apply_lag=SHORTER[variant])
         self._optimizer = ZenFlowAdamW(model.parameters(), lr=lr, config=config, **ADAMW)
