@@ -104,7 +104,7 @@ def plan(measured: Measured, quality: Quality, late: ZenFlowConfig | None = None
         auto = AUTO_SELECT_INTERVAL / (1 - AUTO_SELECT_OVERLAP)
         often = auto if late.select_interval == "auto" else late.select_interval / _EXCHANGED
         return [Planned(late, now.step_ms + _exchange_ms(measured, late) / often)]
-    budget, coverage = bound_of(quality, measured.movement_percent)
+    budget, coverage = bound_of(quality, measured.movement_percent, guesses=measured.config.guesses)
     found = choose(
         measured.model,
         _machine(measured, now.memory.device_bytes),

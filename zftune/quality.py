@@ -29,6 +29,11 @@ EXPECTED_LOSS_PERCENT: Mapping[str, float] = {"exact": 0.0, "published": 0.3, "l
 step; less where `MOST_LATE_STEPS` is what ends them."""
 MOST_LATE_STEPS = 8.0
 """Of a mean staleness: no study has looked at later updates, however little the weights move."""
+GUESSED_LATE_STEPS: Mapping[str, float] = {"exact": 0.0, "published": 4.5, "loose": 8.5}
+"""By quality, the mean staleness that costs no more where late weights are guessed: windows of 8 and 16 steps that
+close by turns."""
+GUESSED_LATE_PERCENT = 5.0
+"""Of their norm, by which weights that are guessed moved at most where studies found that to be so (study 003)."""
 _LOSS_OF_A_PERCENT = 10.2
 """Percent of the loss at most for late updates by 1% of the weights; it grows with the square (study 003)."""
 _LOSS_OF_A_PERCENT_OF_THE_RUN = 1.3
@@ -240,19 +245,28 @@ def late_percent(movement: float, topk_ratio: float, staleness_steps: float) -> 
     return movement * (1 - topk_ratio) * staleness_steps
 
 
-def expected_loss_percent(late: float, late_steps: float = 0.0, run_steps: float = math.inf) -> float:
+def expected_loss_percent(
+    late: float, late_steps: float = 0.0, run_steps: float = math.inf, *, guesses: bool = False
+) -> float:
     """Most that late updates are expected to add to the loss, in percent of it: the bounds of studies 003 and 023.
 
     Args:
         late: as of `late_percent`.
         late_steps: (1 - k) times the mean staleness.
         run_steps: of the whole training; infinite: so many that the delay itself costs nothing.
+        guesses: whether late weights are guessed (`ZenFlowConfig.guesses`).
     """
+    if guesses and late <= GUESSED_LATE_PERCENT:
+        for quality, most_steps in GUESSED_LATE_STEPS.items():
+            if late_steps <= most_steps:
+                return EXPECTED_LOSS_PERCENT[quality]
     return _LOSS_OF_A_PERCENT * late**2 + _LOSS_OF_A_PERCENT_OF_THE_RUN * 100 * late_steps / run_steps
 
 
-def loss_bound(long_run_percent: float, late_steps: float) -> str:
+def loss_bound(long_run_percent: float, late_steps: float, *, guesses: bool = False) -> str:
     """What late updates may cost, in words."""
+    if guesses and long_run_percent <= max(EXPECTED_LOSS_PERCENT.values()):
+        return f"up to about {number(long_run_percent)}% of loss, since late weights are guessed"
     most, steps = MOST_MEASURED_LOSS_PERCENT, _SHORT_RUN_STEPS
     if long_run_percent > most:
         return f"possibly more than {most}% of loss, the most that was measured in fine-tuning; more from scratch"
@@ -278,22 +292,28 @@ def selected_share(topk_ratio: float) -> float:
     return topk_ratio
 
 
-def most_late_steps(quality: str, movement: float) -> float:
+def most_late_steps(quality: str, movement: float, *, guesses: bool = False) -> float:
     """The bound of a quality on (1 - `selected_share`) times the mean staleness, in steps.
 
     Args:
         movement: percent in a step.
+        guesses: as of `expected_loss_percent`.
     """
+    if guesses:
+        return min(GUESSED_LATE_STEPS[quality], GUESSED_LATE_PERCENT / movement if movement > 0 else math.inf)
     most_percent = math.sqrt(EXPECTED_LOSS_PERCENT[quality] / _LOSS_OF_A_PERCENT)
     return min(MOST_LATE_STEPS, most_percent / movement) if movement > 0 else MOST_LATE_STEPS
 
 
-def allowed_loss_percent(quality: str, movement: float) -> tuple[float, str]:
+def allowed_loss_percent(quality: str, movement: float, *, guesses: bool = False) -> tuple[float, str]:
     """What updates as late as a quality allows may add to the loss of a long run, and why no more; "": the quality.
 
     Args:
         movement: percent in a step.
+        guesses: as of `expected_loss_percent`.
     """
+    if guesses:
+        return EXPECTED_LOSS_PERCENT[quality], ""
     steps = most_late_steps(quality, movement)
     capped = steps == MOST_LATE_STEPS
     why = f"no study has looked at updates that are later than {number(steps)} steps" if capped else ""

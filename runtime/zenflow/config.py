@@ -241,6 +241,11 @@ class ZenFlowConfig:
         """Whether buckets close by turns."""
         return self.window_phase == "staggered"
 
+    @property
+    def guesses(self) -> bool:
+        """Whether late weights are guessed in staggered windows, where lateness costs next to nothing."""
+        return self.look_ahead == "guess" and self.staggers
+
     def resolved(self) -> ZenFlowConfig:
         """The same with `select_interval` in steps, where `steps_per_epoch` is known; "auto" stays "auto"."""
         select = self.select_interval

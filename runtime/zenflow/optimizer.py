@@ -171,12 +171,17 @@ class ZenFlowOptimizer(Optimizer):
 
     @property
     def config(self) -> ZenFlowConfig:
-        return self._own.config
+        """The knobs in force; a look-ahead that the rule cannot guess is "coast"."""
+        return self._heeded(self._own.config)
+
+    def _heeded(self, config: ZenFlowConfig) -> ZenFlowConfig:
+        coasts = config.look_ahead == "guess" and not self._rule.guesses
+        return config.changed({"look_ahead": "coast"}) if coasts else config
 
     @property
     def asked_config(self) -> ZenFlowConfig:
         """The knobs that the script asks for: those it was made with, where a saved state brought those in force."""
-        return self._own.asked
+        return self._heeded(self._own.asked)
 
     @property
     def kept_knobs(self) -> Mapping[str, Any] | None:

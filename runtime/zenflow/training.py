@@ -560,7 +560,7 @@ class Training:
     def _take_knobs(self, config: ZenFlowConfig) -> None:
         self.config = self.clock.config = config
         self.runtime.deferred_update = config.deferred_update
-        self.runtime.guesses = config.look_ahead == "guess"
+        self.runtime.guesses = config.look_ahead == "guess" and self.rule.guesses
         self.runtime.log.follow(config)
         self.model.windows.config = config
         self._watch_uses()

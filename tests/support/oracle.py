@@ -686,7 +686,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         interval, lag = config.longest_window, min(config.lag, config.longest_window)
         for weight in self._weights:
             sign, weight.sign = weight.sign, None
-            if sign is None or config.look_ahead != "guess":
+            if sign is None or config.look_ahead != "guess" or not self.rule.guesses:
                 continue
             due = lag if config.window_phase == "staggered" else 1 + weight.first_bucket * lag // buckets
             missing = (interval - 1) / 2 + (due if config.overlap_step else 0)

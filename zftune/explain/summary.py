@@ -243,15 +243,17 @@ class RunSummary:
         steps, movement, rate = (settings.get(name) for name in ("budget_steps", "movement_percent", "movement_rate"))
         if steps is None:
             return None
+        guesses: bool = settings.get("guesses", False)
         if movement is not None and self.state is not None and self.state.movement is not None:
             movement, rate = self.state.movement
-            steps = most_late_steps(quality, movement)
+            steps = most_late_steps(quality, movement, guesses=guesses)
+        loss = None if movement is None else allowed_loss_percent(quality, movement, guesses=guesses)[0]
         return {
             "steps": steps,
             "fixed_because": settings.get("fixed_because"),
             "movement_percent": movement,
             "movement_learning_rate": rate,
-            "expected_loss_percent": None if movement is None else allowed_loss_percent(quality, movement)[0],
+            "expected_loss_percent": loss,
         }
 
     def _quality(self) -> dict[str, Any]:

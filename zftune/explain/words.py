@@ -113,10 +113,11 @@ def lateness_bound(document: Document) -> str:
     if budget is None or budget["movement_percent"] is None:
         return ""
     moved, rate = budget["movement_percent"], budget["movement_learning_rate"]
-    most = most_late_steps(quality, moved)
-    loss, why = allowed_loss_percent(quality, moved)
+    guesses: bool = document["run"]["settings"].get("guesses", False)
+    most = most_late_steps(quality, moved, guesses=guesses)
+    loss, why = allowed_loss_percent(quality, moved, guesses=guesses)
     late = f"updates may come {number(most)} steps late on average" + (f" ({why})" if why else "")
-    return f"{moved_in_a_step(moved, rate)}: {late}, which adds {loss_bound(loss, most)}"
+    return f"{moved_in_a_step(moved, rate)}: {late}, which adds {loss_bound(loss, most, guesses=guesses)}"
 
 
 def cost_and_gain(document: Document) -> str:

@@ -46,14 +46,17 @@ def budget_of(quality: Quality) -> float:
     return STALENESS[quality] * published_budget(assumed_coverage)
 
 
-def bound_of(quality: Quality, movement_percent: float | None) -> tuple[float, Callable[[float], float]]:
+def bound_of(
+    quality: Quality, movement_percent: float | None, *, guesses: bool = False
+) -> tuple[float, Callable[[float], float]]:
     """`budget` and `coverage` of `choose`.
 
-    `movement_percent`: how far a step moves the deferred weights; None: not known, lateness itself is bounded.
+    `movement_percent`: how far a step moves the deferred weights; None: not known, lateness itself is bounded, as it
+    is where late weights are guessed.
     """
-    if movement_percent is None:
+    if movement_percent is None and not guesses:
         return budget_of(quality), assumed_coverage
-    return most_late_steps(quality, movement_percent), selected_share
+    return most_late_steps(quality, movement_percent or 0.0, guesses=guesses), selected_share
 
 
 def fits(prediction: Prediction, machine: Machine, headroom: float = HEADROOM) -> bool:

@@ -202,14 +202,16 @@ def staleness(stats: Sequence[StepStats], missing: dict[str, str]) -> dict[str, 
     }
 
 
-def movement(stats: Sequence[StepStats], topk_ratio: float, missing: dict[str, str]) -> dict[str, float] | None:
+def movement(stats: Sequence[StepStats], config: ZenFlowConfig, missing: dict[str, str]) -> dict[str, float] | None:
     """How far the deferred weights move, and what late updates may cost at that."""
     percent, late = movement_percent(stats), staleness(stats, {})
     if percent is None or late is None:
         missing["movement"] = "no deferred weight was updated twice in the measured steps"
         return None
-    before = late_percent(percent, topk_ratio, late["mean"])
-    return {"percent": percent, "late_percent": before, "expected_loss_percent": expected_loss_percent(before)}
+    before = late_percent(percent, config.topk_ratio, late["mean"])
+    late_steps = (1 - config.topk_ratio) * late["mean"]
+    expected = expected_loss_percent(before, late_steps, guesses=config.guesses)
+    return {"percent": percent, "late_percent": before, "expected_loss_percent": expected}
 
 
 def roofs(document: Mapping[str, Any], missing: dict[str, str]) -> dict[str, float | None] | None:

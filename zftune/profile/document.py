@@ -118,7 +118,7 @@ def _own(own: Measurement, rig: Rig | None, module: Any, missing: dict[str, str]
         "memory": _memory(own, missing),
         "selection": derive.selection(own.stats, missing),
         "staleness": derive.staleness(own.stats, missing),
-        "movement": derive.movement(own.stats, own.config.topk_ratio, missing),
+        "movement": derive.movement(own.stats, own.config, missing),
         "loss": derive.loss(own.losses, missing),
         "per_step": per_step,
         "timeline": own.timeline,

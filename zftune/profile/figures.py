@@ -200,9 +200,11 @@ def _movement(document: Document) -> list[str]:
     is_late = bool(found["late_percent"])
     late = found["late_percent"] or late_percent(found["percent"], *_PUBLISHED)
     moved = moved_in_a_step(found["percent"], document["workload"].get("learning_rate"))
-    costs = loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)
     if is_late:
+        guesses = document["knobs"]["look_ahead"] == "guess" and document["knobs"]["window_phase"] == "staggered"
+        costs = loss_bound(found["expected_loss_percent"], late / found["percent"], guesses=guesses)
         return [f"{moved}, {number(late)}% before late updates arrive", costs]
+    costs = loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)
     return [f"{moved}, and no update is late", f"as late as published: {number(late)}% before they arrive, {costs}"]
 
 

@@ -441,6 +441,7 @@ class Recording:
             "movement_percent": space.movement_percent,
             "movement_rate": space.movement_rate,
             "fixed_because": space.fixed_because or None,
+            "guesses": space.guesses,
             states.LEARNING_RATE: learning_rate,
             states.UNSEARCHED: dict(unsearched or {}),
         }

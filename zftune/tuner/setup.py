@@ -468,6 +468,7 @@ def prepare(facts: TrainingFacts, store: Store | None, run_id: str | None = None
         offload_ratios=sorted({*lower, 1.0, base.offload_ratio}),
         zenflow_section=not base.synchronous,  # else nothing could come late in "published"
         movement_percent=facts.movement_percent, movement_rate=facts.movement_rate, staggered=facts.config.staggers,
+        guesses=facts.config.guesses,
     )  # fmt: skip
     forecast = _forecast(facts, base)
     planner = forecast if isinstance(forecast, PlannerForecast) else None

@@ -195,6 +195,7 @@ class Space:
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
         staggered: whether windows close by turns, so that the lag stays one step.
+        guesses: whether late weights are guessed, so that lateness is bounded first, and weights may move far.
     """
 
     base: Setting
@@ -206,6 +207,7 @@ class Space:
     movement_percent: float | None = None
     movement_rate: float | None = None
     staggered: bool = False
+    guesses: bool = False
 
     def setting(self, indices: Mapping[str, int]) -> Setting:
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
@@ -239,7 +241,7 @@ class Space:
         """The same space with lateness bounded by how far a step moves the weights, % of their norm, at a rate."""
         if self.fixed_because:
             return self
-        budget = most_late_steps(self.quality, movement_percent)
+        budget = most_late_steps(self.quality, movement_percent, guesses=self.guesses)
         return replace(
             self, budget=budget, coverage=selected_share, movement_percent=movement_percent, movement_rate=rate
         )
@@ -263,7 +265,9 @@ class Space:
         cost, moved, mean = self.cost(setting), self.movement_percent, setting.mean_staleness_steps
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
-        if moved is None:
+        if self.guesses:
+            reason = f"updates would come {cost:.2f} steps late, and quality {self.quality} allows {self.budget:.2f}"
+        elif moved is None:
             reason = (
                 f"its weighted staleness would be {cost:.2f} steps (a mean of {mean:.1f} times {cost / mean:.0%}, the "
                 f"share of the gradient that is deferred), and quality {self.quality} allows {self.budget:.2f}"
@@ -290,8 +294,9 @@ def space_for(
     movement_percent: float | None = None,
     movement_rate: float | None = None,
     staggered: bool = False,
+    guesses: bool = False,
 ) -> Space:
-    """The space of a quality, around the setting that the user has; movements and `staggered` are as of `Space`.
+    """The space of a quality, around the setting that the user has; movements, `staggered`, `guesses` as of `Space`.
 
     Args:
         quality: "exact": the plain optimizer's trajectory; "published": as stale as the base; "loose": twice that. Of
@@ -311,7 +316,10 @@ def space_for(
     space = Space(base=base, quality=quality, dimensions=(), budget=0.0, coverage=coverage, staggered=staggered)
     if not has_loss:
         return replace(space, dimensions=_open(speed), budget=space.cost(base), fixed_because=_NO_LOSS)
-    budget = STALENESS[quality] * space.cost(base if zenflow_section else PUBLISHED)
+    if guesses:
+        space = replace(space, coverage=selected_share, guesses=True)
+    own = STALENESS[quality] * space.cost(base if zenflow_section else PUBLISHED)
+    budget = most_late_steps(quality, 0.0, guesses=True) if guesses else own
     trajectory = (
         Dimension("topk_ratio", TOPK_RATIOS),
         Dimension("update_interval", UPDATE_INTERVALS),

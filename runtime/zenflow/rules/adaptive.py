@@ -47,6 +47,10 @@ class _AdamRule(Rule):
         assert isinstance(hyper, _Numbers)
         return hyper.beta1
 
+    @property
+    def guesses(self) -> bool:
+        return True
+
     def guess(self, hyper: Hyper, missing: float) -> float:
         """`lr (1 - b1^(missing + 1))`: what the update that brings it will show of it, of a gradient of usual size."""
         assert isinstance(hyper, _Numbers)

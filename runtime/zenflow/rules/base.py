@@ -85,6 +85,11 @@ class Rule(ABC):
         share = self.carried(hyper)
         return missing if share == 1 else share * (1 - share**missing) / (1 - share)
 
+    @property
+    def guesses(self) -> bool:
+        """Whether `guess` is not 0."""
+        return False
+
     def guess(self, hyper: Hyper, missing: float) -> float:
         """How far a fresh gradient moves each weight at once, against its sign, where so many updates are missing."""
         return 0.0

@@ -237,3 +237,11 @@ def test_a_damaged_prediction_is_refused() -> None:
         damaged["state"][0]["shown"] = (*others, bad)
         with pytest.raises(CheckpointError, match="of the buckets that are late"):
             loaded(config, damaged, copies(parameters))
+
+
+@pytest.mark.parametrize("rule", OURS)
+def test_knobs_in_force_say_whether_a_rule_guesses(rule: str) -> None:
+    optimizer = OURS[rule]([{"params": weights(0), "lr": 1e-2}], config=ZenFlowConfig(look_ahead="guess"), module=None)
+    in_force = "guess" if rule in ("adamw", "adam") else "coast"
+    assert optimizer.config.look_ahead == optimizer.asked_config.look_ahead == in_force
+    optimizer.close()

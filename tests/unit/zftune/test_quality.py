@@ -159,6 +159,16 @@ def test_a_bound_on_lateness_is_one_on_the_loss() -> None:
     assert most_late_steps("exact", 0.1) == 0
 
 
+def test_guessed_weights_cost_what_their_quality_says_up_to_the_windows_that_were_studied() -> None:
+    assert [most_late_steps(q, 0.5, guesses=True) for q in ("exact", "published", "loose")] == [0, 4.5, 8.5]
+    assert most_late_steps("loose", 2.0, guesses=True) == 5 / 2
+    assert [expected_loss_percent(5.0, steps, guesses=True) for steps in (4.5, 8.5)] == [0.3, 1.2]
+    assert expected_loss_percent(5.0, 8.6, guesses=True) == expected_loss_percent(5.0)
+    assert expected_loss_percent(5.1, 4.5, guesses=True) == expected_loss_percent(5.1)
+    assert loss_bound(0.3, 4.5, guesses=True) == "up to about 0.3% of loss, since late weights are guessed"
+    assert loss_bound(9.0, 9.0, guesses=True) == loss_bound(9.0, 9.0)
+
+
 def test_what_was_never_measured_is_no_figure() -> None:
     assert loss_bound(34.0, 2.0).startswith("up to about 34% of loss in a long fine-tuning, 34.3% in one of 1000 steps")
     assert loss_bound(34.9, 2.0) == (

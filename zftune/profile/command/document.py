@@ -423,7 +423,7 @@ def _of_runtime(runtime: Runtime | None, missing: dict[str, str]) -> dict[str, A
         "host": derive.host(runtime.stats, rig_gbps, runtime.engine, missing),
         "selection": derive.selection(runtime.stats, missing),
         "staleness": derive.staleness(runtime.stats, missing),
-        "movement": derive.movement(runtime.stats, runtime.config.topk_ratio, missing),
+        "movement": derive.movement(runtime.stats, runtime.config, missing),
         "memory": {**memory, **derive.host_memory(runtime.host_bytes)},
     }
 

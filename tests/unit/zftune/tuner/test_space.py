@@ -61,6 +61,20 @@ def test_staggered_windows_keep_a_lag_of_one_step() -> None:
     assert len({setting.update_interval for setting in space.settings()}) > 2
 
 
+@pytest.mark.parametrize(
+    ("quality", "movement", "longest"),
+    [("published", None, 8), ("published", 0.5, 8), ("loose", 0.5, 16), ("loose", 1.0, 8), ("published", 2.0, 4)],
+)
+def test_guessed_weights_may_be_later(quality: Quality, movement: float | None, longest: int) -> None:
+    base = Setting.of(ZenFlowConfig(window_phase="staggered"))
+    space = space_for(base, quality, coverage=coverage, movement_percent=movement, staggered=True, guesses=True)
+    found = {one.update_interval for one in space.settings() if one.topk_ratio == 0}
+    assert max(found) == longest
+    violation = space.violation(Setting(topk_ratio=0.0, update_interval=20, apply_lag=1))
+    assert violation is not None
+    assert violation.reason == (f"updates would come 10.50 steps late, and quality {quality} allows {space.budget:.2f}")
+
+
 def test_a_violation_names_its_figures() -> None:
     space = space_for(START, "published", coverage=coverage)
     violation = space.violation(Setting(topk_ratio=0.0, update_interval=16, apply_lag=16))
