@@ -148,23 +148,36 @@ def _dense(weight: WeightState, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guess:
-    """By what one weight's deferred columns move at once, until their updates come."""
+    """By what the deferred columns of weights that were packed together move at once, until their updates come."""
 
-    weight: WeightState
     tables: BucketTables
-    number: int  # in these
     signs: torch.Tensor
     control: StepControl | None
+    numbers: list[int]
+    """In the tables."""
+    weights: list[WeightState]
+
+    def only(self, place: int) -> Guess:
+        """That of one weight."""
+        return Guess(self.tables, self.signs, self.control, [self.numbers[place]], [self.weights[place]])
 
 
 def guesses(gradients: Sequence[Gradient]) -> list[Guess]:
-    """Of gradients that have left with their signs."""
-    found = []
+    """Of gradients that have left with their signs; of a weight that shares memory alone."""
+    found: dict[tuple[int, ...], Guess] = {}
     for one in gradients:
-        if (staged := one._staged) is not None and one.weight.deferred is not None:
-            assert staged.signs is not None
-            found.append(Guess(one.weight, staged.group.tables, staged.number, staged.signs, one.control))
-    return found
+        staged, weight = one._staged, one.weight
+        if staged is None or weight.deferred is None:
+            continue
+        signs = staged.signs
+        assert signs is not None
+        key = (id(signs), id(one.control)) if len(weight.neighbours) == 1 else (id(weight),)
+        guess = found.get(key)
+        if guess is None:
+            guess = found[key] = Guess(staged.group.tables, signs, one.control, [], [])
+        guess.numbers.append(staged.number)
+        guess.weights.append(weight)
+    return list(found.values())
 
 
 def norms(gradients: Sequence[Gradient]) -> torch.Tensor:

@@ -234,6 +234,11 @@ class LateWeights:
         else:
             do()
 
+    @property
+    def are_some(self) -> bool:
+        """Whether anything is left to the use of a weight."""
+        return bool(self._late)
+
     def after_arrival(self, parameter: nn.Parameter, do: Callable[[], bool]) -> bool:
         """Have something done behind the waits that are left to the use of a weight; false: none is."""
         key = id(model_parameter(parameter))

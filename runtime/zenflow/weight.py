@@ -112,6 +112,11 @@ class WeightState:
         return self.parameter.is_contiguous() and len(self.neighbours) == 1
 
     @property
+    def is_kept(self) -> bool:
+        """Whether what it holds is kept, and stays so where kernels write to it by its address."""
+        return self._writes.is_kept and self.parameter.is_contiguous() and len(self.neighbours) == 1
+
+    @property
     def selected_index(self) -> torch.Tensor:
         """[plan.selected] int64 on the device: the selected columns in state order."""
         return self.split.selected_index

@@ -288,40 +288,59 @@ class Windows:
         Before windows close, since columns that leave the host's tier are exact from then on: `moving` weights do not
         wait for a use.
         """
-        now: dict[int, list[Guess]] = {}
+        waits = self.waits
+        if waits is not None and waits.are_some:
+            found = [now for one in found for now in self._not_late(one, hypers, moving, waits)]
+        together: dict[int, list[Guess]] = {}
         for one in found:
-            waits, parameter = self.waits, one.weight.parameter
-            if waits is not None and one.weight in moving:
-                waits.finish_weight(parameter)
-            if waits is None or not waits.after_arrival(parameter, partial(self._guess_late, one, hypers)):
-                together = id(one.control) if len(one.weight.neighbours) == 1 else id(one)
-                now.setdefault(together, []).append(one)
-        for alike in now.values():
+            alone = len(one.weights[0].neighbours) > 1
+            together.setdefault(id(one) if alone else id(one.control), []).append(one)
+        for alike in together.values():
             self._guess(alike, hypers)
 
+    def _not_late(
+        self, guess: Guess, hypers: Sequence[Hyper], moving: Container[WeightState], waits: LateWeights
+    ) -> list[Guess]:
+        """Leave a guess to the use of those weights that wait for an update; what there is to do now."""
+        places = []
+        for place, weight in enumerate(guess.weights):
+            if weight in moving:
+                waits.finish_weight(weight.parameter)
+            if not waits.after_arrival(weight.parameter, partial(self._guess_late, guess.only(place), hypers)):
+                places.append(place)
+        return [guess] if len(places) == len(guess.weights) else [guess.only(place) for place in places]
+
     def _guess_late(self, guess: Guess, hypers: Sequence[Hyper]) -> bool:
-        with torch.inference_mode(False), torch.no_grad(), self._late_write([guess.weight]):
+        with torch.inference_mode(False), torch.no_grad(), self._late_write(guess.weights):
             self._guess([guess], hypers)
         return True
 
     def _guess(self, guesses: Sequence[Guess], hypers: Sequence[Hyper]) -> None:
         """Those of one control."""
-        control, weights = guesses[0].control, [one.weight for one in guesses]
-        factor, skip = (None, None) if control is None else (control.factor, control.skip)
-        columns = []
+        control, kernels, columns = guesses[0].control, self._runtime.kernels, []
         for one in guesses:
-            weight = one.weight
-            assert weight.deferred is not None
-            weight.keep_nothing()
-            missing = usually_missing(self.config, weight.plan.first_bucket, self.buckets)
-            length = self._runtime.rule.guess(hypers[weight.group], missing)
-            columns.append(GuessedColumns(one.tables, one.number, weight.matrix(), one.signs, length))
-            self._device.charge(2 * weight.parameter.nbytes)
-            for part in weight.deferred.parts:
-                part.ahead = part.guessed = True
-        self._runtime.kernels.guess(columns, factor=factor, skip=skip)
-        wrote(weights)
-        self.moved.update(weights)
+            weights = one.weights
+            missing = usually_missing(self.config, weights[0].plan.first_bucket, self.buckets)
+            length = [self._runtime.rule.guess(hyper, missing) for hyper in hypers]
+            parameters = [weight.parameter for weight in weights]
+            views, lengths = [weight.plan.view for weight in weights], [length[weight.group] for weight in weights]
+            columns.append(GuessedColumns(one.tables, one.numbers, parameters, views, one.signs, lengths))
+            self._device.charge(2 * sum([parameter.nbytes for parameter in parameters]))
+            for weight in weights:
+                assert weight.deferred is not None
+                for part in weight.deferred.parts:
+                    part.ahead = part.guessed = True
+            self._look_at_later(weights)
+        factor, skip = (None, None) if control is None else (control.factor, control.skip)
+        kernels.guess(columns, factor=factor, skip=skip)
+        wrote([weight for one in guesses for weight in one.weights])
+
+    def _look_at_later(self, weights: Sequence[WeightState]) -> None:
+        """Have weights watched after the step, which are written to now, unless they are and stay so."""
+        for weight in weights:
+            if not (self._runtime.kernels.by_address and weight.is_kept):
+                weight.keep_nothing()
+                self.moved.add(weight)
 
     def take_restored(self, weight: WeightState) -> None:
         """Compare a weight with its restored state: what it is not as it was saved, somebody has written."""

@@ -103,6 +103,11 @@ class WriteWatch:
         """Whether it is noticed by shared memory, or was until somebody wrote."""
         return self._storage is not None and self._way == "shared"
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether what the parameter holds is kept in its own memory, where kernels that write by address change it."""
+        return self._kept and self._before is not None and self._way == "shared"
+
     def pause(self) -> bool:
         """Keep nothing more if nobody has written, before we write ourselves; whether that is so.
 

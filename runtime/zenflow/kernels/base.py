@@ -118,21 +118,18 @@ class DeviceWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuessedColumns:
-    """The columns of one weight that were sent, and how far the signs of their gradients move them."""
+    """The columns of weights that were sent together, and how far the signs of their gradients move them."""
 
     tables: BucketTables
-    number: int
-    """Of the weight's part in these."""
-    weight: torch.Tensor
-    """[rows, columns]"""
+    numbers: Sequence[int]
+    """Of the weights' parts in these."""
+    weights: Sequence[torch.Tensor]
+    """In their own shapes."""
+    views: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    """Of each weight, as [rows, columns]."""
     signs: torch.Tensor
     """Of all parts, as `Kernels.pack_bucket` has them."""
-    length: float
-
-    @property
-    def part(self) -> TablePart:
-        """The weight's."""
-        return self.tables.parts[self.number]
+    lengths: Sequence[float]
 
 
 class DeviceUpdates:
@@ -191,6 +188,8 @@ class Kernels(ABC):
     """
 
     name: ClassVar[str]
+    by_address: ClassVar[bool] = False
+    """Whether `guess` writes to contiguous weights by their address alone, which torch does not notice."""
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether they can work on a device's memory."""
@@ -280,12 +279,13 @@ class Kernels(ABC):
             skip: 0-dim bool on the device; where it is true nothing moves.
         """
         for one in guesses:
-            columns = one.tables.indices[one.number][0]
-            move = _decoded(_signs_of(one.part, one.signs), one.part.rows) * one.length
-            move = move if factor is None else move * _sign(factor)
-            old = self.pack(one.weight, columns)
-            new = (old.float() - move).to(old.dtype)
-            self.scatter(one.weight, columns, new if skip is None else torch.where(skip, old, new))
+            for number, weight, view, length in zip(one.numbers, one.weights, one.views, one.lengths, strict=True):
+                part, columns, matrix = one.tables.parts[number], one.tables.indices[number][0], view(weight)
+                move = _decoded(_signs_of(part, one.signs), part.rows) * length
+                move = move if factor is None else move * _sign(factor)
+                old = self.pack(matrix, columns)
+                new = (old.float() - move).to(old.dtype)
+                self.scatter(matrix, columns, new if skip is None else torch.where(skip, old, new))
 
     def show_bucket(self, tables: BucketTables, weights: Sequence[torch.Tensor | None], rows: torch.Tensor) -> None:
         """Write the columns that were sent, and have been updated, into the weights.

@@ -109,6 +109,15 @@ class BucketTables:
         """Of each part the columns that are sent and those that are kept, on the device."""
         return [[self.send(torch.from_numpy(run.columns)) for run in part.runs] for part in self.parts]
 
+    @functools.cached_property
+    def guessed(self) -> NDArray[np.int64]:
+        """[parts, 4]: rows, columns, the byte in `places` where those of the columns begin, `sign_start`."""
+        first = 4 * np.cumsum([0, *self.columns])[:-1]
+        return np.array(
+            [(part.rows, part.columns, at, part.sign_start) for part, at in zip(self.parts, first, strict=True)],
+            np.int64,
+        )
+
     def matrix(self, part: TablePart, tensor: torch.Tensor) -> torch.Tensor:
         """A weight or gradient as [rows, columns], a view."""
         if self.transposed:

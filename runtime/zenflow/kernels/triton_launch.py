@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpretedFunction
 
 from zenflow.errors import UnsupportedError
@@ -58,6 +59,7 @@ class TritonKernels(EagerKernels):
     """
 
     name = "triton"
+    by_address = True
 
     def __init__(self) -> None:
         self._powers: dict[tuple[tuple[float, float], ...], torch.Tensor] = {}
@@ -104,17 +106,20 @@ class TritonKernels(EagerKernels):
         self, guesses: Sequence[GuessedColumns], *, factor: torch.Tensor | None, skip: torch.Tensor | None
     ) -> None:
         """One launch for all weights that are alike, and a copy of their addresses where these have changed."""
-        alike: dict[_Kind, list[GuessedColumns]] = {}
+        alike: dict[_Kind, list[NDArray[np.int64]]] = {}
+        reaches = [tensor for one in guesses for tensor in (*one.weights, one.signs, one.tables.places)]
         for one in guesses:
-            transposed = one.tables.transposed
-            rows, columns = one.part.rows, one.part.columns
-            if not (one.weight.t() if transposed else one.weight).is_contiguous():
+            if not all(weight.is_contiguous() for weight in one.weights):
                 super().guess([one], factor=factor, skip=skip)
-            elif len(one.part.runs[0].columns):
-                uneven = rows % ALIGNED, not transposed and columns % ALIGNED, address_of(one.weight) % 16
-                alike.setdefault((one.weight.dtype, transposed, not any(uneven)), []).append(one)
+                continue
+            transposed, records = one.tables.transposed, _guess_records(one)
+            even = ~(records[:, [0, 2] if transposed else [0, 1, 2]] % ALIGNED).any(axis=1)
+            for is_even, lines in ((True, records[even]), (False, records[~even])):
+                if len(lines):
+                    alike.setdefault((one.weights[0].dtype, transposed, is_even), []).append(lines)
+        send = guesses[0].tables.send
         for kind, some in alike.items():
-            self._guesses.setdefault(kind, _Guesses(kind)).run(some, factor, skip)
+            self._guesses.setdefault(kind, _Guesses(kind)).run(np.concatenate(some), send, reaches, factor, skip)
 
     def device_updates(self, rule: Rule, weights: Sequence[DeviceWeight], send: Send) -> DeviceUpdates:
         large = any(part.state.master.shape[1] >= _MOST_ROWS for weight in weights for part in weight.parts)
@@ -144,26 +149,34 @@ class _Guesses:
         )
         self._sent, self._shapes = np.empty(0, np.int64), np.empty(0, np.int64)
 
-    def run(self, some: Sequence[GuessedColumns], factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-        lines, send = [_guess_record(one) for one in some], some[0].tables.send
-        records = np.array(lines)
+    def run(
+        self,
+        records: NDArray[np.int64],
+        send: Send,
+        reaches: Sequence[torch.Tensor],
+        factor: torch.Tensor | None,
+        skip: torch.Tensor | None,
+    ) -> None:
         if not np.array_equal(records[:, :2], self._shapes):
             (block_r, block_c), self._shapes = self._tile, records[:, :2]
-            blocks = [-(-line[0] // block_r) * -(-line[1] // block_c) for line in lines]
+            blocks = (-(-records[:, 0] // block_r) * -(-records[:, 1] // block_c)).tolist()
             rest = np.ones(1, np.float32), np.zeros(1, np.bool_)
             self._tiles, self._one, self._never = sent_together(send, [tiles_of(blocks), *rest])
         if not np.array_equal(records, self._sent):
             self._sent, self._records = records, send(torch.from_numpy(records))
         scalars = self._one if factor is None else factor, self._never if skip is None else skip
-        reaches = [tensor for one in some for tensor in (one.weight, one.signs, one.tables.places)]
         self._launch(len(self._tiles), self._records.device, self._tiles, self._records, *scalars, reaches=reaches)
 
 
-def _guess_record(one: GuessedColumns) -> list[int]:
-    """See `guess_columns`."""
-    places = address_of(one.tables.places) + 4 * sum(one.tables.columns[: one.number])
-    signs, length = address_of(one.signs) + one.part.sign_start, int(np.float32(one.length).view(np.int32))
-    return [*one.weight.shape, address_of(one.weight), places, signs, length, 0, 0]
+def _guess_records(one: GuessedColumns) -> NDArray[np.int64]:
+    """[weights, 8], see `guess_columns`."""
+    records = np.zeros((len(one.numbers), 8), np.int64)
+    records[:, [0, 1, 3, 4]] = one.tables.guessed[list(one.numbers)]
+    records[:, 2] = addresses_of(one.weights)
+    records[:, 3] += address_of(one.tables.places)
+    records[:, 4] += address_of(one.signs)
+    records[:, 5] = np.array(one.lengths, np.float32).view(np.int32)
+    return records
 
 
 def _over_bucket(

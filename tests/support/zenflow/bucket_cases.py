@@ -172,11 +172,13 @@ class BucketCases:
             kernels.pack_bucket(tables, on(device, gradients), sent, kept, energies, signs)
             assert int(signs[-1]) == 255
             lengths = [0.01 * (step + number + 1) for number in range(len(gradients))]
-            guesses = [
-                GuessedColumns(tables, number, tables.matrix(tables.parts[number], weight), signs, length)
+            moved = [
+                (number, weight, functools.partial(tables.matrix, tables.parts[number]), length)
                 for number, (weight, gradient, length) in enumerate(zip(weights, gradients, lengths, strict=True))
                 if weight is not None and gradient is not None
             ]
+            numbers, some, views, sizes = zip(*moved, strict=True) if moved else ((), (), (), ())
+            guesses = [GuessedColumns(tables, numbers, some, views, signs, sizes)]
             scalars = (None if one is None else torch.tensor(one, device=device) for one in (factor, skip))
             kernels.guess(guesses, **dict(zip(("factor", "skip"), scalars, strict=True)))
             for which, column, is_kept, _ in bucket.each():
