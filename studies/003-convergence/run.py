@@ -62,6 +62,7 @@ PARTS: dict[str, Part] = {
     "scratch-between": lambda _: parts.between("from scratch"),
     "look-ahead": lambda _: parts.look_ahead(parts.AHEAD_METHODS),
     "longer": lambda _: parts.look_ahead(parts.LONGER),
+    "later": lambda _: parts.look_ahead(parts.LATER),
     "remedies": lambda _: parts.remedies(),
     "crossover": crossover,
     "instruments": lambda _: parts.instruments(),
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(world, store, [] if arguments.report else names, arguments.again, status.update)
     console = Console(width=None if sys.stdout.isatty() else 240)
     (folder / "look-ahead.md").write_text(look_ahead_tables(store.runs), encoding="utf-8")
-    if {*names} <= {"look-ahead", "longer"}:  # whose runs are not enough for the other tables
+    if {*names} <= {"look-ahead", "longer", "later"}:  # whose runs are not enough for the other tables
         console.print(look_ahead_tables(store.runs), markup=False, highlight=False)
         return 0
     tables = markdown(store.runs)

@@ -35,6 +35,7 @@ from convergence.setting import (
     BETWEEN,
     HURTING,
     INTERVALS,
+    LATER,
     LONGER,
     RATES,
     RATIOS,
@@ -42,7 +43,7 @@ from convergence.setting import (
     RULES,
     SCHEDULES,
     SEEDS,
-    Method,
+    AheadMethod,
     Regime,
     Setting,
     ahead,
@@ -280,17 +281,16 @@ def instrument_table(runs: Runs) -> Iterator[str]:
 def look_ahead_tables(runs: Runs) -> str:
     """What late updates lose with and without look-ahead, over seeds."""
     title = "# 003: excess over synchronous AdamW in percent, mean and 95% interval over seeds"
-    return "\n\n".join([title, *(look_ahead_table(runs, methods) for methods in (AHEAD_METHODS, LONGER))]) + "\n"
+    return "\n\n".join([title, *(look_ahead_table(runs, methods) for methods in (AHEAD_METHODS, LONGER, LATER))]) + "\n"
 
 
-def look_ahead_table(runs: Runs, methods: Sequence[tuple[Method, float, int]]) -> str:
+def look_ahead_table(runs: Runs, methods: Sequence[AheadMethod]) -> str:
     """A row for each regime and learning rate."""
     rows = []
     for regime, lr in AHEAD:
-        wanted = [ahead(regime, method, lr, interval=size, ratio=ratio) for method, ratio, size in methods]
-        found = [over_seeds(runs, setting, SEEDS) for setting in wanted]
+        found = [over_seeds(runs, ahead(regime, lr, how), SEEDS) for how in methods]
         rows.append([f"{regime}, {lr:g}", *map(with_interval, found)])
-    names = [f"{method}, k = {ratio:g}, S = {size}" for method, ratio, size in methods]
+    names = [f"{method}, k = {ratio:g}, S = {size}, L = {lag}" for method, ratio, size, lag in methods]
     return "\n".join(table(["regime, learning rate", *names], rows))
 
 

@@ -18,22 +18,25 @@ SCHEDULES: tuple[Schedule, ...] = ("constant", "decay")
 RULES: tuple[Method, ...] = ("replay", "mean")
 """Of `deferred_update`; "coast" is replay with `look_ahead="coast"`, "staggered" that in staggered windows, "guess"
 that with `look_ahead="guess"`; "ahead" is synchronous AdamW whose weights are shown moved on as with "coast"."""
-AHEAD_METHODS: tuple[tuple[Method, float, int], ...] = (
-    ("replay", 0.05, 4),
-    ("coast", 0.05, 4),
-    ("staggered", 0.05, 4),
-    ("guess", 0.05, 4),
-    ("guess", 0.0, 4),
+AheadMethod = tuple[Method, float, int, int]
+"""With the share of the columns that is selected, S and L."""
+AHEAD_METHODS: tuple[AheadMethod, ...] = (
+    ("replay", 0.05, 4, 4),
+    ("coast", 0.05, 4, 4),
+    ("staggered", 0.05, 4, 1),
+    ("guess", 0.05, 4, 1),
+    ("guess", 0.0, 4, 1),
 )
-"""And the share of the columns that is selected, and S."""
-LONGER: tuple[tuple[Method, float, int], ...] = (
-    ("replay", 0.05, 8),
-    ("guess", 0.05, 8),
-    ("guess", 0.0, 8),
-    ("guess", 0.0, 16),
-    ("ahead", 0.0, 4),
+LONGER: tuple[AheadMethod, ...] = (
+    ("replay", 0.05, 8, 8),
+    ("guess", 0.05, 8, 1),
+    ("guess", 0.0, 8, 1),
+    ("guess", 0.0, 16, 1),
+    ("ahead", 0.0, 4, 1),
 )
 """Longer windows, and the control: what looking ahead does where nothing is late."""
+LATER: tuple[AheadMethod, ...] = (("guess", 0.0, 4, 2), ("guess", 0.0, 4, 3))
+"""Windows that are visible later than in the next step, as a slow host needs them."""
 RATES = (1e-5, 1e-4, 1e-3)
 RATIOS = (0.0, 0.05, 0.1)
 INTERVALS = (1, 2, 4, 8)
@@ -153,19 +156,18 @@ def instruments() -> Iterator[Setting]:
             yield from (replace(start, interval=size, lag=size) for size in (4, 8))
 
 
-def ahead(regime: Regime, method: Method, lr: float, *, interval: int, **more: object) -> Setting:
-    """In as many buckets as a large model has; L = S, or 1 where windows are staggered."""
-    lag = interval if method in ("replay", "coast") else 1
-    return published(regime, method, lr, bucket_kib=16, interval=interval, lag=lag, **more)
+def ahead(regime: Regime, lr: float, how: AheadMethod, seed: int = 0) -> Setting:
+    """In as many buckets as a large model has."""
+    method, ratio, interval, lag = how
+    return published(regime, method, lr, bucket_kib=16, ratio=ratio, interval=interval, lag=lag, seed=seed)
 
 
-def look_ahead(methods: Sequence[tuple[Method, float, int]]) -> Iterator[Setting]:
+def look_ahead(methods: Sequence[AheadMethod]) -> Iterator[Setting]:
     """Late updates with and without look-ahead."""
     for seed in SEEDS:
         for regime, lr in AHEAD:
             yield Setting(regime=regime, method="synchronous", lr=lr, seed=seed)
-            for method, ratio, size in methods:
-                yield ahead(regime, method, lr, interval=size, ratio=ratio, seed=seed)
+            yield from (ahead(regime, lr, how, seed) for how in methods)
 
 
 def remedies() -> Iterator[Setting]:
