@@ -149,7 +149,7 @@ class RunSummary:
     def _trial(self, row: TrialRecord) -> dict[str, Any]:
         book = None if self.state is None else self.state.book
         known = book.trials[row.number] if book is not None and row.number < len(book.trials) else None
-        late, ratio = words.staleness_steps(row.knobs), row.knobs.get("topk_ratio")
+        late, ratio = words.staleness_steps(row.knobs, self.run.settings), row.knobs.get("topk_ratio")
         cost = None
         if self.state is not None and self.state.movement and late is not None and isinstance(ratio, int | float):
             cost = (1 - selected_share(ratio)) * late

@@ -52,10 +52,10 @@ def differences(knobs: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value(knobs[name])}" for name in changed)
 
 
-def staleness_steps(knobs: Mapping[str, Any]) -> float | None:
-    """Mean staleness; None: not known."""
-    known = _setting(knobs)
-    return None if known is None else known.mean_staleness_steps
+def staleness_steps(knobs: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
+    """Mean staleness in a run with these settings; None: not known."""
+    known, phase = _setting(knobs), settings.get(UNSEARCHED, {}).get("window_phase")
+    return None if known is None else known.late_steps(staggered=phase == "staggered")
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------

@@ -116,6 +116,11 @@ class Setting:
         in_window = (self.update_interval - 1) / 2
         return in_window + (self.apply_lag + 1) / 2 if self.overlap_step else in_window
 
+    def late_steps(self, *, staggered: bool) -> float:
+        """`mean_staleness_steps`, where windows may close by turns and are then visible all at once."""
+        mean = self.mean_staleness_steps
+        return mean + (self.apply_lag - 1) / 2 if staggered and self.overlap_step and mean else mean
+
     def differences(self, other: Setting) -> str:
         """What is set otherwise than in `other`, in words; "" where nothing is."""
         return ", ".join(
@@ -194,7 +199,7 @@ class Space:
         coverage: of the live model; `selected_share` where it is known how far the weights move.
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
-        staggered: whether windows close by turns, so that the lag stays one step.
+        staggered: whether windows close by turns, so that all of a window is visible L steps after its close.
         guesses: whether late weights are guessed, so that lateness is bounded first, and weights may move far.
     """
 
@@ -212,7 +217,7 @@ class Space:
     def setting(self, indices: Mapping[str, int]) -> Setting:
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
         interval = values.get("update_interval", self.base.update_interval)
-        share = values.pop("lag_share", 0.0 if self.staggered else self.base.apply_lag / self.base.update_interval)
+        share = values.pop("lag_share", self.base.apply_lag / self.base.update_interval)
         share = share if values.get("overlap_step", self.base.overlap_step) else 1.0  # it has no effect
         lag = min(interval, max(1, round(share * interval + _ROUNDING)))
         return replace(self.base, **values, apply_lag=lag)
@@ -258,11 +263,11 @@ class Space:
 
     def cost(self, setting: Setting) -> float:
         """The weighted staleness: (1 - coverage(k)) * mean staleness, in steps."""
-        return (1.0 - self.coverage(setting.topk_ratio)) * setting.mean_staleness_steps
+        return (1.0 - self.coverage(setting.topk_ratio)) * setting.late_steps(staggered=self.staggered)
 
     def violation(self, setting: Setting) -> Violation | None:
         """Why a setting is outside the quality; None: it is not."""
-        cost, moved, mean = self.cost(setting), self.movement_percent, setting.mean_staleness_steps
+        cost, moved, mean = self.cost(setting), self.movement_percent, setting.late_steps(staggered=self.staggered)
         if cost <= self.budget * (1 + _ROUNDING) + _ROUNDING:
             return None
         if self.guesses:
@@ -323,7 +328,7 @@ def space_for(
     trajectory = (
         Dimension("topk_ratio", TOPK_RATIOS),
         Dimension("update_interval", UPDATE_INTERVALS),
-        Dimension("lag_share", (0.0,) if staggered else LAG_SHARES),
+        Dimension("lag_share", LAG_SHARES),
     )
     free = replace(space, base=replace(base, overlap_step=True), dimensions=_open((*trajectory, *speed)), budget=budget)
     bounded = free if movement_percent is None else free.moving(movement_percent, movement_rate)

@@ -53,12 +53,14 @@ def test_without_a_loss_trajectory_knobs_stay() -> None:
     assert loose.budget == pytest.approx(space.budget)
 
 
-def test_staggered_windows_keep_a_lag_of_one_step() -> None:
+def test_staggered_windows_are_all_visible_as_late_as_their_lag() -> None:
     base = Setting.of(ZenFlowConfig(update_interval=4, window_phase="staggered"))
     assert base.apply_lag == 1
     space = space_for(base, "loose", coverage=coverage, staggered=True)
-    assert {setting.apply_lag for setting in space.settings()} == {1}
-    assert len({setting.update_interval for setting in space.settings()}) > 2
+    assert len({setting.apply_lag for setting in space.settings()}) > 2
+    whole = replace(space, coverage=lambda _: 0.0)
+    assert [whole.cost(replace(base, apply_lag=lag)) for lag in (1, 2, 4)] == [2.5, 3.5, 5.5]
+    assert whole.cost(replace(base, update_interval=1, overlap_step=False)) == 0
 
 
 @pytest.mark.parametrize(
