@@ -243,8 +243,11 @@ class ZenFlowConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether late weights are guessed in staggered windows, where lateness costs next to nothing."""
-        return self.look_ahead == "guess" and self.staggers
+        """Whether late weights are guessed in staggered windows, where lateness costs next to nothing.
+
+        That is so where a bucket is visible one step after its close: later, it overwrites the guesses between.
+        """
+        return self.look_ahead == "guess" and self.staggers and self.lag == 1
 
     def resolved(self) -> ZenFlowConfig:
         """The same with `select_interval` in steps, where `steps_per_epoch` is known; "auto" stays "auto"."""

@@ -242,11 +242,11 @@ def late_grid(base: ZenFlowConfig) -> Iterator[ZenFlowConfig]:
     for topk_ratio in TOPK_RATIOS:
         yield replace(base, topk_ratio=topk_ratio, update_interval=1, overlap_step=False, apply_lag=None)
         for interval in INTERVALS:
-            for lag in sorted({1, -(-interval // 2), interval}):
+            for lag in (1,) if base.guesses else sorted({1, -(-interval // 2), interval}):
                 yield replace(
                     base,
                     topk_ratio=topk_ratio,
                     update_interval=interval,
                     overlap_step=True,
-                    apply_lag=None if lag == interval else lag,
+                    apply_lag=None if lag == interval and not base.guesses else lag,
                 )

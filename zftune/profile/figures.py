@@ -201,7 +201,11 @@ def _movement(document: Document) -> list[str]:
     late = found["late_percent"] or late_percent(found["percent"], *_PUBLISHED)
     moved = moved_in_a_step(found["percent"], document["workload"].get("learning_rate"))
     if is_late:
-        guesses = document["knobs"]["look_ahead"] == "guess" and document["knobs"]["window_phase"] == "staggered"
+        knobs = document["knobs"]
+        guesses = (knobs["look_ahead"], knobs["window_phase"]) == ("guess", "staggered") and knobs["apply_lag"] in (
+            None,
+            1,
+        )
         costs = loss_bound(found["expected_loss_percent"], late / found["percent"], guesses=guesses)
         return [f"{moved}, {number(late)}% before late updates arrive", costs]
     costs = loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)

@@ -200,7 +200,8 @@ class Space:
         fixed_because: why trajectory knobs are not free, in words; "" where they are.
         movement_percent: how far a step moves the deferred weights at the rate `movement_rate`; None: not measured.
         staggered: whether windows close by turns, so that all of a window is visible L steps after its close.
-        guesses: whether late weights are guessed, so that lateness is bounded first, and weights may move far.
+        guesses: whether late weights are guessed, so that lateness is bounded first, weights may move far, and the lag
+            stays one step.
     """
 
     base: Setting
@@ -217,7 +218,7 @@ class Space:
     def setting(self, indices: Mapping[str, int]) -> Setting:
         values = {one.name: one.choices[indices[one.name]] for one in self.dimensions}
         interval = values.get("update_interval", self.base.update_interval)
-        share = values.pop("lag_share", self.base.apply_lag / self.base.update_interval)
+        share = values.pop("lag_share", 0.0 if self.guesses else self.base.apply_lag / self.base.update_interval)
         share = share if values.get("overlap_step", self.base.overlap_step) else 1.0  # it has no effect
         lag = min(interval, max(1, round(share * interval + _ROUNDING)))
         return replace(self.base, **values, apply_lag=lag)
@@ -328,7 +329,7 @@ def space_for(
     trajectory = (
         Dimension("topk_ratio", TOPK_RATIOS),
         Dimension("update_interval", UPDATE_INTERVALS),
-        Dimension("lag_share", LAG_SHARES),
+        Dimension("lag_share", (0.0,) if guesses else LAG_SHARES),
     )
     free = replace(space, base=replace(base, overlap_step=True), dimensions=_open((*trajectory, *speed)), budget=budget)
     bounded = free if movement_percent is None else free.moving(movement_percent, movement_rate)

@@ -11,7 +11,7 @@ from tests.support.tiers import everything
 from tests.support.zftune.planner.fixtures import toy_machine
 from zenflow import ZenFlowConfig
 from zftune.errors import BadInputError
-from zftune.planner.choosing import choose, fits, published_budget, ranked
+from zftune.planner.choosing import bound_of, choose, fits, late_grid, published_budget, ranked
 from zftune.planner.closed_form import predict
 from zftune.planner.model import Job, Machine, Memory, ModelFacts, Prediction
 from zftune.planner.plan import verdict
@@ -81,6 +81,15 @@ def test_what_is_proposed_fits_and_keeps_to_the_budget() -> None:
     assert best.step_ms <= 1.02 * min(one.step_ms for _, one in found)
     near = [one for config, one in found if one.step_ms <= 1.02 * best.step_ms and config.offload_ratio == 1]
     assert best.staleness_steps <= min(one.staleness_steps for one in near) + 0.06
+
+
+def test_a_guess_keeps_a_lag_of_one_step_and_may_be_later() -> None:
+    base = ZenFlowConfig(look_ahead="guess", window_phase="staggered")
+    assert base.guesses
+    assert not replace(base, apply_lag=2).guesses
+    assert {one.lag for one in late_grid(base) if one.overlap_step} == {1}
+    assert bound_of("published", None, guesses=True)[0] == bound_of("published", 1.0, guesses=True)[0] == 4.5
+    assert bound_of("published", 1.0)[0] < 1
 
 
 def test_exact_means_no_staleness() -> None:

@@ -72,6 +72,7 @@ def test_guessed_weights_may_be_later(quality: Quality, movement: float | None, 
     space = space_for(base, quality, coverage=coverage, movement_percent=movement, staggered=True, guesses=True)
     found = {one.update_interval for one in space.settings() if one.topk_ratio == 0}
     assert max(found) == longest
+    assert {one.apply_lag for one in space.settings()} == {1}
     violation = space.violation(Setting(topk_ratio=0.0, update_interval=20, apply_lag=1))
     assert violation is not None
     assert violation.reason == (f"updates would come 10.50 steps late, and quality {quality} allows {space.budget:.2f}")
