@@ -114,7 +114,7 @@ class WeightState:
     @property
     def is_kept(self) -> bool:
         """Whether what it holds is kept, and stays so where kernels write to it by its address."""
-        return self._writes.is_kept and self.parameter.is_contiguous() and len(self.neighbours) == 1
+        return self._writes.is_kept and self.is_plain
 
     @property
     def selected_index(self) -> torch.Tensor:

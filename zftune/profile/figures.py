@@ -202,10 +202,8 @@ def _movement(document: Document) -> list[str]:
     moved = moved_in_a_step(found["percent"], document["workload"].get("learning_rate"))
     if is_late:
         knobs = document["knobs"]
-        guesses = (knobs["look_ahead"], knobs["window_phase"]) == ("guess", "staggered") and knobs["apply_lag"] in (
-            None,
-            1,
-        )
+        soon = knobs["window_phase"] == "staggered" and knobs["apply_lag"] in (None, 1)
+        guesses = soon and knobs["look_ahead"] == "guess"
         costs = loss_bound(found["expected_loss_percent"], late / found["percent"], guesses=guesses)
         return [f"{moved}, {number(late)}% before late updates arrive", costs]
     costs = loss_bound(expected_loss_percent(late), late / found["percent"] if late else 0.0)

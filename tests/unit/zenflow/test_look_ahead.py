@@ -6,9 +6,11 @@ That runs with it are the oracle's to a bit is tested with all other knobs (test
 from __future__ import annotations
 
 import copy
+import ctypes
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from tests.support.seeds import fresh_seeds
 from tests.support.zenflow.family_cases import OURS
 from zenflow import CheckpointError, ConfigError, ZenFlowAdamW, ZenFlowConfig, ZenFlowOptimizer
+from zenflow.kernels.base import EagerKernels, GuessedColumns, address_of
+from zenflow.kernels.tables import BucketTables
 from zenflow.rules import RULES
 
 AHEAD = ("coast", "guess")
@@ -58,7 +62,7 @@ def steps_of(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, s
         yield
 
 
-def copies(parameters: list[nn.Parameter]) -> list[Tensor]:
+def copies(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [one.detach().clone() for one in parameters]
 
 
@@ -245,3 +249,68 @@ def test_knobs_in_force_say_whether_a_rule_guesses(rule: str) -> None:
     in_force = "guess" if rule in ("adamw", "adam") else "coast"
     assert optimizer.config.look_ahead == optimizer.asked_config.look_ahead == in_force
     optimizer.close()
+
+
+class ByAddress(EagerKernels):
+    """Guesses and shows as Triton's kernels do, past torch."""
+
+    by_address = True
+
+    def guess(self, guesses: Sequence[GuessedColumns], *, factor: Tensor | None, skip: Tensor | None) -> None:
+        for one in guesses:
+            moved = copies(one.weights)
+            super().guess([replace(one, weights=moved)], factor=factor, skip=skip)
+            overwrite(one.weights, moved)
+
+    def show_bucket(self, tables: BucketTables, weights: Sequence[Tensor | None], rows: Tensor) -> None:
+        there = [weight for weight in weights if weight is not None]
+        assert len(there) == len(weights)
+        shown = copies(there)
+        super().show_bucket(tables, shown, rows)
+        overwrite(there, shown)
+
+
+def overwrite(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        ctypes.memmove(address_of(weight), address_of(value), value.nbytes)
+
+
+def masters_of_a_script(look_ahead: str, seed: int, **knobs: Any) -> Tensor:
+    """The masters of a weight to which a script adds, also where no gradient comes."""
+    config = ZenFlowConfig(
+        update_interval=3,
+        apply_lag=2,
+        look_ahead=look_ahead,  # type: ignore[arg-type]
+        window_phase="staggered",
+        **knobs,
+    )
+    weight = nn.Parameter(torch.zeros(7, 13))
+    optimizer = ZenFlowAdamW([weight], lr=0.125, betas=(0.0, 0.9), weight_decay=0.0, config=config)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(30):
+        gradient = torch.randn(7, 13, generator=generator)
+        weight.grad = gradient if step % 6 != 5 else None
+        optimizer.step()
+        if step % 3 == 2:  # as the first step after a warm-up of two
+            weight.data.add_(0.5)
+    (found,) = masters(optimizer, [weight])
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_a_script_adds_moves_masters_by_no_guess(seed: int) -> None:
+    """Also of columns that have just joined the host, whose guesses the window in flight does not replace."""
+    knobs: dict[str, Any] = {"topk_ratio": 0.4, "select_strategy": "step", "select_interval": 1}
+    knobs["bucket_bytes"] = 80
+    without, guessed = (masters_of_a_script(look_ahead, seed, **knobs) for look_ahead in ("none", "guess"))
+    torch.testing.assert_close(guessed, without, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_guesses_that_torch_does_not_see_hide_no_write(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they where nothing was ahead before the step, so that nothing of the weight was kept."""
+    knobs: dict[str, Any] = {"topk_ratio": 0.0, "full_warm_up_rounds": 2}
+    seen = masters_of_a_script("guess", seed, **knobs)
+    monkeypatch.setattr("zenflow.runtime.kernels_for", lambda *_, **__: ByAddress())
+    assert torch.equal(masters_of_a_script("guess", seed, **knobs), seen)
