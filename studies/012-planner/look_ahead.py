@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,12 +62,17 @@ def shapes() -> list[list[str]]:
                 fitting = [before + now for before, now in zip(fitting, fit, strict=True)]
                 if fit[0]:
                     ratios.append([one.step_ms / found[0].step_ms for one in found[1:]])
-    columns = list(zip(*ratios, strict=True))
+    columns: list[tuple[float, ...]] = list(zip(*ratios, strict=True))
     rows = [[f"{how} of {len(ratios)}", *(f"{of(column):.2f}" for column in columns)] for how, of in _HOW.items()]
     return [*rows, [f"shapes that fit (published: {fitting[0]})", *map(str, fitting[1:])]]
 
 
-_HOW = {"mean": statistics.fmean, "median": statistics.median, "least": min, "most": max}
+_HOW: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "least": min,
+    "most": max,
+}
 
 
 def table(first: str, rows: Sequence[Sequence[str]]) -> str:
